@@ -1,0 +1,1 @@
+"""Pure code from spans to rows: dialects, identity, checks, order, merge, rewards."""

@@ -1,0 +1,1 @@
+"""Readers, one small file per dialect, in one list."""

@@ -1,0 +1,1 @@
+"""Receiving: OTLP in, journal, index, assembling; spans out."""

@@ -1,0 +1,1 @@
+"""Emitting spans from inside agents and engines. Imports neither grpc, polars nor pyarrow."""

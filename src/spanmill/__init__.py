@@ -1,0 +1,1 @@
+"""OpenTelemetry spans into training data for language-model reinforcement learning."""

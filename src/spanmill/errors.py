@@ -1,0 +1,40 @@
+"""Every error spanmill raises.
+
+    SpanmillError
+    ├── ConfigError (ValueError)      an option or configuration key that cannot work; the start stops
+    ├── DecodeError (ValueError)      bytes that are no OTLP request; a sender must not retry
+    ├── JournalError (OSError)        the journal cannot be written or read
+    ├── DatasetError (OSError)        the dataset cannot be written or read
+    │   └── SchemaVersionError        the dataset was written by a newer spanmill
+    └── InputError (OSError)          an input of `spanmill build` that cannot be read
+
+Bad spans are no errors: they are counted and quarantined with a reason.
+"""
+
+
+class SpanmillError(Exception):
+    """Base of every error that spanmill raises."""
+
+
+class ConfigError(SpanmillError, ValueError):
+    """An option or configuration key is unknown or impossible."""
+
+
+class DecodeError(SpanmillError, ValueError):
+    """Bytes that do not parse as the OTLP message they are said to be."""
+
+
+class JournalError(SpanmillError, OSError):
+    """The journal cannot be written or read."""
+
+
+class DatasetError(SpanmillError, OSError):
+    """The dataset cannot be written or read."""
+
+
+class SchemaVersionError(DatasetError):
+    """The dataset has a schema version that this spanmill does not understand."""
+
+
+class InputError(SpanmillError, OSError):
+    """An input of `spanmill build` cannot be read."""

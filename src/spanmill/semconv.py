@@ -1,0 +1,87 @@
+"""Names on the wire: every attribute, span and event name that spanmill writes or reads is spelled here and nowhere else.
+
+`gen_ai.*` is reused where the OpenTelemetry GenAI convention has a name; `spanmill.*` is ours. Names of one foreign
+dialect alone stand in that dialect's reader.
+"""
+
+from typing import Final
+
+# Identity: on any span, log record or resource, and in baggage.
+ROLLOUT_ID: Final = "spanmill.rollout.id"
+ROLLOUT_ATTEMPT: Final = "spanmill.rollout.attempt"
+ROLLOUT_STATUS: Final = "spanmill.rollout.status"
+ROLLOUT_STARTED: Final = "spanmill.rollout.started"
+ROLLOUT_CARRIER: Final = "spanmill.rollout.carrier"
+GROUP_ID: Final = "spanmill.group.id"
+GROUP_SIZE: Final = "spanmill.group.size"
+TASK_ID: Final = "spanmill.task.id"
+MODE: Final = "spanmill.mode"
+RESOURCES_ID: Final = "spanmill.resources.id"
+
+STATUSES: Final = ("succeeded", "failed", "cancelled", "unknown")
+CARRIERS: Final = ("header", "baggage", "path", "api_key")
+"""What a hook or gateway may have read the rollout id from, strongest first."""
+
+# Token data of an LLM call.
+PROMPT_TOKEN_IDS: Final = "spanmill.prompt.token_ids"
+RESPONSE_TOKEN_IDS: Final = "spanmill.response.token_ids"
+RESPONSE_LOGPROBS: Final = "spanmill.response.logprobs"
+PROMPT_TOKEN_COUNT: Final = "spanmill.prompt.token_count"
+RESPONSE_TOKEN_COUNT: Final = "spanmill.response.token_count"
+LOGPROBS_MODE: Final = "spanmill.logprobs.mode"
+POLICY_VERSION: Final = "spanmill.policy.version"
+POLICY_VERSIONS: Final = "spanmill.policy.versions"
+CHOICE_INDEX: Final = "spanmill.choice.index"
+REQUEST_RETRY: Final = "spanmill.request.retry"
+PROMPT_MULTIMODAL: Final = "spanmill.prompt.multimodal"
+CAPTURE: Final = "spanmill.capture"
+
+CAPTURES: Final = ("engine", "gateway", "client")
+"""Who recorded the token ids, most trusted first."""
+
+# Rewards: a span, a span event or a log record of this name.
+REWARD: Final = "spanmill.reward"
+REWARD_NAME: Final = "spanmill.reward.name"
+REWARD_VALUE: Final = "spanmill.reward.value"
+REWARD_CALL_ID: Final = "spanmill.reward.call_id"
+
+# OpenTelemetry GenAI conventions.
+GEN_AI_OPERATION: Final = "gen_ai.operation.name"
+GEN_AI_PROVIDER: Final = "gen_ai.provider.name"
+GEN_AI_SYSTEM: Final = "gen_ai.system"
+GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
+GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
+GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
+GEN_AI_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+GEN_AI_TEMPERATURE: Final = "gen_ai.request.temperature"
+GEN_AI_TOP_P: Final = "gen_ai.request.top_p"
+GEN_AI_TOP_K: Final = "gen_ai.request.top_k"
+GEN_AI_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+GEN_AI_CHOICE_COUNT: Final = "gen_ai.request.choice.count"
+GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+GEN_AI_PROMPT_TOKENS: Final = "gen_ai.usage.prompt_tokens"
+GEN_AI_COMPLETION_TOKENS: Final = "gen_ai.usage.completion_tokens"
+GEN_AI_SYSTEM_INSTRUCTIONS: Final = "gen_ai.system_instructions"
+GEN_AI_INPUT_MESSAGES: Final = "gen_ai.input.messages"
+GEN_AI_OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
+GEN_AI_TOOL_DEFINITIONS: Final = "gen_ai.tool.definitions"
+GEN_AI_TOOL_CALL_ID: Final = "gen_ai.tool.call.id"
+GEN_AI_CONVERSATION_ID: Final = "gen_ai.conversation.id"
+GEN_AI_AGENT_NAME: Final = "gen_ai.agent.name"
+GEN_AI_EVALUATION_RESULT: Final = "gen_ai.evaluation.result"
+GEN_AI_EVALUATION_NAME: Final = "gen_ai.evaluation.name"
+GEN_AI_EVALUATION_SCORE: Final = "gen_ai.evaluation.score.value"
+SESSION_ID: Final = "session.id"
+AGENT_NAME: Final = "agent.name"
+ERROR_TYPE: Final = "error.type"
+OPENINFERENCE_SPAN_KIND: Final = "openinference.span.kind"
+TRACELOOP_SPAN_KIND: Final = "traceloop.span.kind"
+LANGFUSE_TYPE: Final = "langfuse.observation.type"
+
+# Agent Lightning 0.3: identity and rewards are read beside ours, in adapters/identity.py and adapters/rewards.py.
+AGL_ROLLOUT_ID: Final = "agentlightning.rollout_id"
+AGL_ATTEMPT_ID: Final = "agentlightning.attempt_id"
+AGL_ANNOTATION: Final = "agentlightning.annotation"
+AGL_REWARD_PREFIX: Final = "agentlightning.reward."
+AGL_LINK_PREFIX: Final = "agentlightning.link."

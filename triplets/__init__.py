@@ -1,0 +1,1 @@
+"""Records, column spec, Parquet writer and reader: the right end of the flow."""
