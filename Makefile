@@ -1,0 +1,30 @@
+# The verbs of this repository. A machine with python3 >= 3.11 and make is enough: the first verb makes .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check bench docs
+
+demo: .venv/collector.installed
+	$(BIN)/python demo/demo.py
+
+test: .venv/dev.installed
+	$(BIN)/pytest -n 2 --dist worksteal
+
+check: .venv/dev.installed
+	$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/pyright
+
+bench: .venv/dev.installed
+	$(BIN)/python bench/ingest.py
+
+docs: .venv/dev.installed
+	$(BIN)/python docs/tables.py
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "spanmill needs Python 3.11 or newer: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "this python3 cannot make a venv: install python3-venv (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/%.installed: .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@
