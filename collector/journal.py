@@ -1,0 +1,366 @@
+"""The journal: every acknowledged request in the order of its arrival, in segment files `NNNNNNNN.journal`.
+
+One writer at a time (a lock file sees to that), any number of readers. Every start begins a new segment, so nothing is
+ever written behind a torn tail. Whoever removes old segments leaves the newest, whose number the next one goes on from.
+`segment.py` says what stands in a file.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+from spanmill.collector.segment import (
+    HEAD_BYTES,
+    HEADER_BYTES,
+    MAX_BODY_BYTES,
+    Entry,
+    Kind,
+    Position,
+    head,
+    header,
+    record_at,
+    records,
+    size_of,
+)
+from spanmill.errors import JournalError
+
+__all__ = ["SEGMENT_BYTES", "Entry", "JournalWriter", "Kind", "Position", "read", "read_at", "segment_path", "segments"]
+
+SEGMENT_BYTES: Final = 256 << 20
+"""A segment grows no larger, but for a single record that is."""
+
+_NAME: Final = re.compile(r"(\d{8,})\.journal")
+_LOCK_NAME: Final = "writer.lock"
+_GROUP_RECORDS: Final = 500
+"""Records in one writev: two buffers each, IOV_MAX is 1024."""
+
+_log = logging.getLogger(__name__)
+_sync = getattr(os, "fdatasync", os.fsync)
+"""fdatasync where there is one: of the metadata it also writes the file's length, and no more is needed."""
+
+
+def segments(directory: Path) -> list[int]:
+    """The numbers of the segments in `directory`, ascending. JournalError if it cannot be listed."""
+    try:
+        names = os.listdir(directory)
+    except OSError as error:
+        raise JournalError(f"journal {directory} cannot be read: {error.strerror}") from error
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+
+def segment_path(directory: Path, segment: int) -> Path:
+    """The file of a segment."""
+    return directory / f"{segment:08}.journal"
+
+
+def read(
+    directory: Path,
+    after: Position | None = None,
+    *,
+    complete: bool = False,
+    damage: dict[Position, int] | None = None,
+) -> Iterator[Entry]:
+    """The records from `after` (None: from the start) that are whole by now, in order.
+
+    To go on, call again with the last `end`: that also finds new segments.
+
+    `damage` gets what was passed over, position to bytes: a torn tail of a segment that has a successor, and records
+    whose checksum does not hold. Reading again adds nothing twice. What is not whole at the end of the newest segment
+    may be on its way and is left for the next call, unless `complete` says that no writer is at work.
+
+    A record may be seen before it is synced. That breaks no promise: what is read and then lost with the power was not
+    acknowledged, so its sender sends it again. But its position may then lead nowhere, see `read_at`.
+
+    Raises JournalError if the journal cannot be read or was written by a newer spanmill.
+    """
+    damage = {} if damage is None else damage
+    position = after
+    while True:
+        # Listed before the segment is read: one that has a successor by then gets no further record.
+        later = [number for number in segments(directory) if position is None or number >= position.segment]
+        if not later:
+            return
+        if position is None or position.segment != later[0]:
+            position = Position(later[0], 0)
+        closed = complete or len(later) > 1
+        try:
+            fd = _open(directory, later[0])
+        except FileNotFoundError:
+            # Removed since it was listed: by retention, or as a new segment whose header found no room.
+            position = Position(later[0] + 1, 0)
+            continue
+        try:
+            yield from records(fd, position, closed, damage)
+        except OSError as error:
+            raise _unreadable(segment_path(directory, later[0]), error) from error
+        finally:
+            os.close(fd)
+        if len(later) == 1:
+            return
+        position = Position(later[1], 0)
+
+
+def read_at(directory: Path, position: Position) -> Entry:
+    """The record at `position`. JournalError if none is there: its segment was removed, it is damaged, or it was read
+    before it was synced and the power failed (then it was never acknowledged).
+    """
+    path = segment_path(directory, position.segment)
+    try:
+        fd = _open(directory, position.segment)
+        try:
+            entry = record_at(fd, position, size_of(fd))
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if entry is None:
+        raise JournalError(f"{path} has no whole record at offset {position.offset}")
+    return entry
+
+
+def _open(directory: Path, segment: int) -> int:
+    return os.open(segment_path(directory, segment), os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _unreadable(path: Path, error: OSError) -> JournalError:
+    return JournalError(f"{path} cannot be read: {error.strerror or error}")
+
+
+class _Pending(NamedTuple):
+    kind: Kind
+    received_ns: int
+    body: bytes
+    body_crc: int
+    done: "Future[Position]"
+
+    @property
+    def size(self) -> int:
+        return HEAD_BYTES + len(self.body)
+
+
+@dataclass(slots=True)
+class _Segment:
+    number: int
+    fd: int
+    """Opened to append."""
+    end: int
+    """Where the next record goes."""
+
+
+class JournalWriter:
+    """The one writer of the journal in `directory`, which is made if missing. Thread-safe; a context manager.
+
+    Group commit: one thread writes whatever waits with one writev and one fdatasync, and so many senders share the
+    price of a sync. Raises JournalError if the directory cannot be written or another process writes this journal.
+
+    The lock lives as long as any process has the file open: start child processes by spawn, not by fork.
+    """
+
+    def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        self._waiting: deque[_Pending] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._failing = False
+        self._lock = _lock(directory)
+        try:
+            self._number = max(segments(directory), default=0)
+            self._segment: _Segment | None = self._new_segment()
+        except OSError as error:
+            os.close(self._lock)
+            raise _unwritable(directory, error) from error
+        self._thread = threading.Thread(target=self._run, name="spanmill-journal", daemon=True)
+        self._thread.start()
+
+    def append(self, kind: Kind, body: bytes, received_ns: int) -> Position:
+        """Returns once the record is on disk. JournalError if it is not; then nothing of it counts as acknowledged."""
+        return self.append_async(kind, body, received_ns).result()
+
+    def append_async(self, kind: Kind, body: bytes, received_ns: int) -> "Future[Position]":
+        """As `append`, without waiting: the future has the position, or the JournalError."""
+        done: Future[Position] = Future()
+        if len(body) > MAX_BODY_BYTES:
+            done.set_exception(JournalError(f"a record has {len(body)} bytes, the most is {MAX_BODY_BYTES}"))
+            return done
+        # Here, not in the writer's thread: crc32 lets other threads run meanwhile.
+        pending = _Pending(kind, received_ns, body, zlib.crc32(body), done)
+        with self._wake:
+            if self._closing:
+                done.set_exception(JournalError("the journal is closed"))
+            else:
+                self._waiting.append(pending)
+                self._wake.notify()
+        return done
+
+    def close(self) -> None:
+        """Writes what waits, then lets go of the journal. Later appends fail."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+        self._leave_segment()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        while group := self._next_group():
+            try:
+                positions = self._commit(group)
+            except Exception as error:
+                if not self._failing:
+                    _log.error("%s; every append fails until it can", _unwritable(self._directory, error))
+                self._failing = True
+                for pending in group:
+                    # One each: an exception that several threads raise mixes up their tracebacks.
+                    pending.done.set_exception(_unwritable(self._directory, error))
+                continue
+            if self._failing:
+                _log.warning("journal %s can be written again", self._directory)
+            self._failing = False
+            for pending, position in zip(group, positions, strict=True):
+                pending.done.set_result(position)
+
+    def _next_group(self) -> list[_Pending]:
+        """At least one record, and what else waits and fits into one segment and one writev; none once all is done."""
+        group: list[_Pending] = []
+        size = HEADER_BYTES
+        with self._wake:
+            while not group:
+                if not self._waiting:
+                    if self._closing:
+                        break
+                    self._wake.wait()
+                while self._waiting and len(group) < _GROUP_RECORDS:
+                    if group and size + self._waiting[0].size > self._segment_bytes:
+                        break
+                    pending = self._waiting.popleft()
+                    if pending.done.set_running_or_notify_cancel():
+                        group.append(pending)
+                        size += pending.size
+        return group
+
+    def _commit(self, group: Sequence[_Pending]) -> list[Position]:
+        """Writes and syncs a group; the positions of its records. After an error nothing of it is acknowledged, and the
+        next group can be tried.
+        """
+        size = sum(pending.size for pending in group)
+        if self._segment and self._segment.end > HEADER_BYTES and self._segment.end + size > self._segment_bytes:
+            self._leave_segment()
+        segment = self._segment = self._segment or self._new_segment()
+        ends = [segment.end]
+        buffers: list[bytes] = []
+        for kind, received_ns, body, body_crc, _ in group:
+            buffers += (head(ends[-1], kind, received_ns, len(body), body_crc), body)
+            ends.append(ends[-1] + HEAD_BYTES + len(body))
+        written = False
+        try:
+            _write_all(segment.fd, buffers)
+            written = True
+            _sync(segment.fd)
+        except Exception:
+            # What a failed sync left on the disk cannot be known, and the next sync of this file would not tell.
+            if written or not _cut(segment, ends):
+                self._leave_segment()
+            raise
+        segment.end = ends[-1]
+        return [Position(segment.number, offset) for offset in ends[:-1]]
+
+    def _leave_segment(self) -> None:
+        if self._segment is not None:
+            os.close(self._segment.fd)
+            self._segment = None
+
+    def _new_segment(self) -> _Segment:
+        """A segment with its header, both on disk. A number whose file could not be made is not used again."""
+        self._number += 1
+        path = segment_path(self._directory, self._number)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            _write_all(fd, [header()])
+            _sync(fd)
+            _sync_directory(self._directory)
+        except OSError:
+            os.close(fd)
+            path.unlink()
+            raise
+        return _Segment(self._number, fd, HEADER_BYTES)
+
+
+def _write_all(fd: int, buffers: Sequence[bytes]) -> None:
+    views = deque(memoryview(buffer) for buffer in buffers)
+    while views:
+        written = os.writev(fd, views)
+        while views and written >= len(views[0]):
+            written -= len(views.popleft())
+        if written:
+            views[0] = views[0][written:]
+
+
+def _cut(segment: _Segment, ends: Sequence[int]) -> bool:
+    """Takes a torn record off the end, so that the segment can be written on; whether that worked.
+
+    Records that were written whole stay, although nobody was told so: a reader may have seen them.
+    """
+    try:
+        whole = [end for end in ends if end <= size_of(segment.fd)]
+        os.ftruncate(segment.fd, whole[-1])
+    except (OSError, IndexError):
+        return False
+    segment.end = whole[-1]
+    return True
+
+
+def _unwritable(directory: Path, error: Exception) -> JournalError:
+    cause = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__} {error}"
+    return JournalError(f"journal {directory} cannot be written: {cause}")
+
+
+def _lock(directory: Path) -> int:
+    """The open lock file of a journal that nobody else writes."""
+    missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            _sync_directory(folder.parent)
+        lock = os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _unwritable(directory, error) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            raise JournalError(f"journal {directory} is written by another spanmill (process {holder})") from error
+        raise _unwritable(directory, error) from error
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
