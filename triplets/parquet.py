@@ -1,0 +1,70 @@
+"""How a table becomes a durable Parquet file: encodings, page and row group sizes, fsync."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spanmill.triplets.parts import VERSION_KEY
+from spanmill.triplets.schema import LOGPROBS, SCHEMA_VERSION, TOKEN_IDS
+
+PAGE_BYTES: Final = 32 << 20
+"""Each prompt of a rollout repeats the one before it; only within one page does zstd see that."""
+ROW_GROUP_BYTES: Final = 256 << 20
+"""In memory: what a reader must hold at once."""
+
+_JSON_TEXT = ("messages", "response", "multimodal", "metadata", "span", "detail")
+"""Columns whose values hardly ever repeat as a whole: a dictionary would only grow until it is given up."""
+
+
+def write_file(path: Path, table: pa.Table, metadata: Mapping[bytes, bytes]) -> None:
+    """`table` as a Parquet file with `metadata` in its footer, on disk when this returns."""
+    schema = table.schema.with_metadata({VERSION_KEY: SCHEMA_VERSION.encode(), **metadata})
+    leaves = [leaf for field in schema for leaf in _leaves(field, field.name)]
+    numbers = [leaf for field in schema for leaf in _leaves(field, field.name) if field.type in (TOKEN_IDS, LOGPROBS)]
+    strings = [name for name, kind in leaves if pa.types.is_string(kind) and name not in _JSON_TEXT]
+    with (
+        path.open("wb") as file,
+        pq.ParquetWriter(
+            file,
+            schema,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=strings,
+            column_encoding={name: "BYTE_STREAM_SPLIT" for name, _ in numbers},
+            data_page_size=PAGE_BYTES,
+        ) as writer,
+    ):
+        rows = max(1, int(table.num_rows * ROW_GROUP_BYTES / max(1, table.nbytes)))
+        writer.write_table(table.replace_schema_metadata(schema.metadata), row_group_size=rows)
+        writer.close()
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _leaves(field: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """(Parquet path, type) of every leaf below an Arrow field."""
+    if pa.types.is_list(field.type):
+        yield from _leaves(field.type.value_field, f"{path}.list.element")
+    elif pa.types.is_struct(field.type):
+        for child in field.type:
+            yield from _leaves(child, f"{path}.{child.name}")
+    else:
+        yield path, field.type
+
+
+def read_file(path: Path) -> pa.Table:
+    """A whole file, with no guesses about what `=` in its path might mean; footer metadata is left out."""
+    return pq.ParquetFile(path).read().replace_schema_metadata()
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

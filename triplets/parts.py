@@ -1,0 +1,140 @@
+"""Where the parts of a dataset lie, which of them count, and which of their rows are the newest.
+
+    DIR/rollouts/part-00000001.parquet      renamed last: with it part 1 is committed, in every table
+    DIR/triplets/part-00000001.parquet      (episodes/ and quarantine/ likewise)
+    DIR/rollouts/.part-00000002.parquet.tmp being written; no glob for *.parquet finds it
+    DIR/.old/rollouts/part-00000001.parquet replaced by a part whose footer names it, removed later
+    DIR/.lock                               held by the one writer
+
+A part holds at most one row of `rollouts` per (rollout, attempt).
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spanmill.errors import DatasetError, SchemaVersionError
+from spanmill.triplets.schema import QUARANTINE, ROLLOUTS, SCHEMA_VERSION, TableSpec
+
+VERSION_KEY: Final = b"spanmill.schema_version"
+REPLACES_KEY: Final = b"spanmill.replaces"
+"""On the file in `rollouts`: JSON list of the parts whose newest rows this part holds."""
+STRAY_KEY: Final = b"spanmill.stray_rows"
+"""On the file in `quarantine`: how many rows at its end stand under no rollout of the part."""
+MOVED: Final = "moved"
+
+KEY: Final = ("rollout_id", "attempt")
+
+_INDEX = {
+    "rollout_id": pl.String,
+    "attempt": pl.Int32,
+    "revision": pl.Int32,
+    "part": pl.Int64,
+    "newest": pl.Boolean,
+    "moved": pl.Boolean,
+}
+_PART = re.compile(r"part-(\d{8,})\.parquet")
+
+
+@dataclass(frozen=True)
+class Footer:
+    """What the footer of a part's file in `rollouts` says."""
+
+    number: int
+    replaces: frozenset[int]
+
+
+def part_path(root: Path, table: TableSpec, number: int) -> Path:
+    """The file of a committed part in one table."""
+    return root / table.name / f"part-{number:08d}.parquet"
+
+
+def temporary_path(root: Path, table: TableSpec, number: int) -> Path:
+    """The file of a part in one table while it is written."""
+    return root / table.name / f".part-{number:08d}.parquet.tmp"
+
+
+def old_path(root: Path, table: TableSpec, number: int) -> Path:
+    """Where the file of a replaced part waits for its removal."""
+    return root / ".old" / table.name / f"part-{number:08d}.parquet"
+
+
+def part_numbers(root: Path, table: TableSpec) -> list[int]:
+    """Numbers of the parts that have a file in one table, ascending."""
+    matches = (_PART.fullmatch(path.name) for path in (root / table.name).iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def read_footers(root: Path) -> list[Footer]:
+    """The committed parts, ascending, those that were replaced included.
+
+    Raises SchemaVersionError if one was written by a newer spanmill, DatasetError if one is no part of a dataset,
+    FileNotFoundError if one was replaced meanwhile.
+    """
+    return [_read_footer(part_path(root, ROLLOUTS, number), number) for number in part_numbers(root, ROLLOUTS)]
+
+
+def file_metadata(path: Path) -> pq.FileMetaData:
+    """The footer of a Parquet file; raises DatasetError if it has none."""
+    try:
+        return pq.read_metadata(path)
+    except pa.ArrowInvalid as error:
+        raise DatasetError(f"{path} is no whole Parquet file ({error}); move it away") from error
+
+
+def _key_values(path: Path) -> dict[bytes, bytes]:
+    return file_metadata(path).metadata or {}
+
+
+def _read_footer(path: Path, number: int) -> Footer:
+    metadata = _key_values(path)
+    version = metadata.get(VERSION_KEY, b"").decode()
+    if not version.isdecimal():
+        raise DatasetError(f"{path} was not written by spanmill: it has no {VERSION_KEY.decode()}")
+    if int(version) > int(SCHEMA_VERSION):
+        raise SchemaVersionError(
+            f"{path} has schema version {version}, this spanmill understands up to {SCHEMA_VERSION}; upgrade spanmill"
+        )
+    return Footer(number, frozenset(json.loads(metadata.get(REPLACES_KEY, b"[]"))))
+
+
+def active_parts(footers: Sequence[Footer]) -> list[int]:
+    """The parts that count, ascending: committed, and not replaced by a later one."""
+    replaced = frozenset[int]().union(*(footer.replaces for footer in footers))
+    return [footer.number for footer in footers if footer.number not in replaced]
+
+
+def stray_rows(root: Path, number: int) -> int:
+    """How many rows at the end of a part's file in `quarantine` stand under no rollout of the part."""
+    return int(_key_values(part_path(root, QUARANTINE, number)).get(STRAY_KEY, b"0"))
+
+
+def scan(paths: Sequence[Path], path_column: str | None = None) -> pl.LazyFrame:
+    """A lazy scan of Parquet files, whatever characters their paths contain."""
+    return pl.scan_parquet(list(paths), glob=False, hive_partitioning=False, include_file_paths=path_column)
+
+
+def rollout_index(root: Path, parts: Sequence[int]) -> pl.DataFrame:
+    """A row per rollout row of `parts`, in their order: rollout_id, attempt, revision, part, newest, moved.
+
+    `newest` holds for the highest revision of a (rollout, attempt), and among equal revisions for the last part;
+    `moved` for a newest row which says that the rollout's rows stand under another rollout now.
+    """
+    if not parts:
+        return pl.DataFrame(schema=_INDEX)
+    rows = scan([part_path(root, ROLLOUTS, number) for number in parts], "path").select(
+        *KEY,
+        "revision",
+        pl.col("path").str.extract(_PART.pattern + "$").cast(pl.Int64).alias("part"),
+        ((pl.col("num_calls") == 0) & pl.col("flags").list.contains(MOVED)).alias("moved"),
+    )
+    last = pl.struct("revision", "part").sort().last().over(KEY)
+    newest = pl.struct("revision", "part") == last
+    return rows.collect().with_columns(newest.alias("newest"), moved=pl.col("moved") & newest).select(list(_INDEX))

@@ -1,0 +1,297 @@
+"""The one writer of a dataset: commits parts, keeps the newest rows only, and leaves no trace of a crash.
+
+A part is committed by the rename of its file in `rollouts/`; there is no manifest. After a crash between any two steps
+the readers see either all of a part or nothing, and the next start finishes or undoes the rest.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import IO, Self
+
+import pyarrow as pa
+
+from spanmill.errors import DatasetError
+from spanmill.triplets.parquet import read_file, sync_folder, write_file
+from spanmill.triplets.parts import (
+    REPLACES_KEY,
+    STRAY_KEY,
+    active_parts,
+    file_metadata,
+    old_path,
+    part_numbers,
+    part_path,
+    read_footers,
+    rollout_index,
+    stray_rows,
+    temporary_path,
+)
+from spanmill.triplets.records import Quarantined, Rollout
+from spanmill.triplets.rewrite import Key, Part, choose_parts, merge_rows, merge_strays, row_keys, split_by_key
+from spanmill.triplets.schema import QUARANTINE, ROLLOUTS, TABLES
+from spanmill.triplets.table import rows_to_tables
+
+MAX_PART_BYTES = 256 << 20
+
+
+def stray_key(trace_id: str, span_id: str, reason: str, detail: str, span: str) -> bytes:
+    """A digest by which a stray quarantine row is known again: of all it says but when it was received."""
+    return blake2b(json.dumps([trace_id, span_id, reason, detail, span]).encode(), digest_size=16).digest()
+
+
+class DatasetWriter:
+    """Opens (or makes) the dataset in a folder and locks it; not for use by several threads at once.
+
+    Every method raises DatasetError if a file cannot be written or read. After an error nothing is half done: the next
+    call first clears away what the failed one left, as a new start would.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self._root = Path(root)
+        self._parts: dict[int, int] = {}
+        """Active parts and their uncompressed sizes."""
+        self._next = 1
+        self._committed: dict[Key, tuple[int, int]] = {}
+        self._superseded: dict[int, set[Key]] = {}
+        """Per active part, the keys whose rows there a newer revision replaced."""
+        self._moved: set[Key] = set()
+        self._lock = self._take_lock()
+        try:
+            with self._reported("open"):
+                self._recover()
+        except BaseException:
+            self._lock.close()
+            raise
+        self._settled = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another writer in, even while forked children still have the lock file open."""
+        if not self._lock.closed:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            self._lock.close()
+
+    def committed(self) -> Mapping[Key, tuple[int, int]]:
+        """(rollout_id, attempt) -> (revision, part) of the newest committed rows; a live view."""
+        return MappingProxyType(self._committed)
+
+    def write(self, rollouts: Sequence[Rollout], stray: Sequence[Quarantined] = ()) -> int:
+        """Commit a part with these rollouts, in the order given, and the quarantine rows under none; its number.
+
+        Raises ValueError if a (rollout, attempt) comes twice or with a lower revision than the committed one, or as
+        `rows_to_tables` does.
+        """
+        tables = rows_to_tables(rollouts, stray)
+        with self._changing("write to"):
+            revisions = _revisions(tables["rollouts"])
+            if len(revisions) < len(rollouts):
+                raise ValueError(
+                    "a part cannot hold two revisions of one (rollout, attempt); write them one after another"
+                )
+            for key, revision in revisions.items():
+                if revision < self._committed.get(key, (0, 0))[0]:
+                    raise ValueError(
+                        f"revision {revision} of {key} is older than the committed {self._committed[key][0]}"
+                    )
+            number = self._commit(tables, len(stray), ())
+            for key in revisions.keys() & self._committed.keys():
+                self._superseded.setdefault(self._committed[key][1], set()).add(key)
+            self._moved.difference_update(revisions)
+            self._note([number])
+        return number
+
+    def rewrite(self, max_bytes: int = MAX_PART_BYTES) -> int | None:
+        """Rewrite one group of small parts, or of parts with superseded rows, into one; its number.
+
+        Returns None when there is nothing to do, so `while writer.rewrite() is not None: pass` leaves newest rows only
+        under the table folders. Rows come into the order of (rollout_id, attempt) where parts are joined. Parts of at
+        most `max_bytes` uncompressed are made, larger ones only where one was written so.
+        """
+        with self._changing("rewrite parts of"):
+            chosen = choose_parts(
+                [Part(n, size, bool(self._droppable(n))) for n, size in self._parts.items()], max_bytes
+            )
+            if not chosen:
+                return None
+            gone = self._gone(chosen)
+            dropped = [self._superseded.get(number, set[Key]()) | gone for number in chosen]
+            tables, strays = self._merged(chosen, dropped)
+            number = self._commit(tables, strays, chosen)
+            self._retire(chosen)
+            for key in row_keys(tables["rollouts"]):
+                self._committed[key] = (self._committed[key][0], number)
+            for key in gone:
+                del self._committed[key]
+            self._moved -= gone
+        return number
+
+    def purge_old(self, age_s: float, now_s: float) -> int:
+        """Remove the files that were replaced `age_s` or longer before `now_s` (seconds since 1970); how many."""
+        with self._reported("remove old parts of"):
+            files = [path for path in (self._root / ".old").glob("*/*") if path.stat().st_mtime <= now_s - age_s]
+            for path in files:
+                path.unlink()
+        return len(files)
+
+    def read_rows(self, keys: Collection[Key]) -> dict[Key, dict[str, pa.Table]]:
+        """The newest committed rows of each key that has any, as an Arrow table per table name."""
+        wanted: dict[int, list[Key]] = {}
+        for key in keys:
+            if key in self._committed:
+                wanted.setdefault(self._committed[key][1], []).append(key)
+        found: dict[Key, dict[str, pa.Table]] = {key: {} for part in wanted.values() for key in part}
+        with self._reported("read"):
+            for number, part_keys in wanted.items():
+                for table in TABLES:
+                    rows = read_file(part_path(self._root, table, number))
+                    if table is QUARANTINE:
+                        rows = rows.slice(0, rows.num_rows - stray_rows(self._root, number))
+                    for key, own in split_by_key(rows, part_keys).items():
+                        found[key][table.name] = own
+        return found
+
+    def stray_rows(self) -> set[bytes]:
+        """`stray_key` of every committed quarantine row that stands under no rollout; read from disk."""
+        keys = set[bytes]()
+        with self._reported("read"):
+            for number in self._parts:
+                if count := stray_rows(self._root, number):
+                    rows = read_file(part_path(self._root, QUARANTINE, number))
+                    columns = rows.slice(rows.num_rows - count).select(
+                        ["trace_id", "span_id", "reason", "detail", "span"]
+                    )
+                    keys.update(stray_key(**row) for row in columns.to_pylist())
+        return keys
+
+    def _take_lock(self) -> IO[str]:
+        with self._reported("make"):
+            for folder in (self._root, self._root / ".old"):
+                for table in TABLES:
+                    (folder / table.name).mkdir(parents=True, exist_ok=True)
+                sync_folder(folder)
+            sync_folder(self._root.parent)
+            lock = (self._root / ".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise DatasetError(
+                f"another spanmill is writing to {self._root}; stop it or choose another folder"
+            ) from error
+        return lock
+
+    @contextmanager
+    def _reported(self, verb: str) -> Generator[None]:
+        try:
+            yield
+        except DatasetError:
+            raise
+        except OSError as error:
+            raise DatasetError(f"cannot {verb} the dataset {self._root}: {error}") from error
+
+    @contextmanager
+    def _changing(self, verb: str) -> Generator[None]:
+        """Around a change: clears away what a failed one left, and notes if this one fails too."""
+        with self._reported(verb):
+            if not self._settled:
+                self._recover()
+            self._settled = False
+            yield
+            self._settled = True
+
+    def _recover(self) -> None:
+        """Read what counts, and move away the rest: what was not committed, and what was replaced."""
+        footers = read_footers(self._root)
+        active = active_parts(footers)
+        committed = {footer.number for footer in footers}
+        for table in TABLES:
+            for path in (self._root / table.name).glob(".part-*.tmp"):
+                path.unlink()
+        self._next = max(committed, default=0) + 1
+        self._parts = {number: self._size(number) for number in active}
+        self._committed, self._superseded, self._moved = {}, {}, set()
+        self._note(active)
+        present = {number for table in TABLES for number in part_numbers(self._root, table)}
+        self._retire(sorted(present.difference(active)))
+
+    def _note(self, parts: Sequence[int]) -> None:
+        """Take up the rollouts of these parts."""
+        for rollout_id, attempt, revision, part, newest, moved in rollout_index(self._root, parts).iter_rows():
+            if newest:
+                self._committed[rollout_id, attempt] = (revision, part)
+            else:
+                self._superseded.setdefault(part, set()).add((rollout_id, attempt))
+            if moved:
+                self._moved.add((rollout_id, attempt))
+
+    def _size(self, number: int) -> int:
+        files = [file_metadata(part_path(self._root, table, number)) for table in TABLES]
+        return sum(file.row_group(group).total_byte_size for file in files for group in range(file.num_row_groups))
+
+    def _commit(self, tables: Mapping[str, pa.Table], strays: int, replaces: Sequence[int]) -> int:
+        """Write a part to every table and rename it into place, `rollouts` last."""
+        number = self._next
+        metadata = {
+            ROLLOUTS.name: {REPLACES_KEY: json.dumps(list(replaces)).encode()},
+            QUARANTINE.name: {STRAY_KEY: str(strays).encode()},
+        }
+        for table in TABLES:
+            write_file(temporary_path(self._root, table, number), tables[table.name], metadata.get(table.name, {}))
+        for table in reversed(TABLES):
+            os.replace(temporary_path(self._root, table, number), part_path(self._root, table, number))
+            sync_folder(self._root / table.name)
+        self._parts[number] = self._size(number)
+        self._next = number + 1
+        return number
+
+    def _retire(self, numbers: Sequence[int]) -> None:
+        """Move parts out of every glob's way, `rollouts` last; durable before anything else is committed."""
+        for table in reversed(TABLES):
+            for number in numbers:
+                path = part_path(self._root, table, number)
+                if path.exists():
+                    os.utime(path)
+                    os.replace(path, old_path(self._root, table, number))
+            sync_folder(self._root / table.name)
+        for number in numbers:
+            self._parts.pop(number, None)
+            self._superseded.pop(number, None)
+
+    def _droppable(self, number: int) -> set[Key]:
+        """Keys whose rows in a part a rewriting of it alone would drop."""
+        return self._superseded.get(number, set()) | self._gone([number])
+
+    def _gone(self, chosen: Sequence[int]) -> set[Key]:
+        """Moved rollouts whose last row can go with these parts: older rows elsewhere would come to life again."""
+        elsewhere = set[Key]().union(*(keys for number, keys in self._superseded.items() if number not in chosen))
+        return {key for key in self._moved - elsewhere if self._committed[key][1] in chosen}
+
+    def _merged(self, chosen: Sequence[int], dropped: Sequence[set[Key]]) -> tuple[dict[str, pa.Table], int]:
+        """The rows of the chosen parts without the dropped ones, and how many of `quarantine` are strays."""
+        merged: dict[str, pa.Table] = {}
+        strays = 0
+        for table in TABLES:
+            rows = [read_file(part_path(self._root, table, number)) for number in chosen]
+            if table is not QUARANTINE:
+                merged[table.name] = merge_rows(rows, dropped)
+                continue
+            ends = [part.num_rows - stray_rows(self._root, n) for n, part in zip(chosen, rows, strict=True)]
+            own = merge_rows([part.slice(0, end) for part, end in zip(rows, ends, strict=True)], dropped)
+            stray = merge_strays([part.slice(end) for part, end in zip(rows, ends, strict=True)])
+            merged[table.name] = pa.concat_tables([own, stray])
+            strays = stray.num_rows
+        return merged, strays
+
+
+def _revisions(rollouts: pa.Table) -> dict[Key, int]:
+    return dict(zip(row_keys(rollouts), rollouts.column("revision").to_pylist(), strict=True))
