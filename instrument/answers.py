@@ -1,0 +1,96 @@
+"""What an OpenAI-compatible answer says of each of its choices: chat and completions, as objects or as dicts.
+
+Only what the answer holds is taken: `return_token_ids` and `logprobs` must have been asked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One sampled choice. None means that the answer does not say."""
+
+    index: int
+    prompt_token_ids: Any = None
+    """(P,)"""
+    response_token_ids: Any = None
+    """(R,)"""
+    logprobs: list[Any] | None = None
+    """(R,) natural logarithm; an element is None where the answer has none."""
+    finish_reason: str | None = None
+    message: Any = None
+    """The assistant message in OpenAI chat shape."""
+    policy_versions: list[dict[str, Any]] | None = None
+    """Runs over (R,): {"version", "start", "length"}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer as a whole."""
+
+    choices: list[Choice]
+    response_id: str | None = None
+    model: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    """The sum over all choices."""
+    is_text_completion: bool = False
+
+
+def _get(source: Any, name: str) -> Any:
+    return cast("Mapping[str, Any]", source).get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+
+
+def read_answer(response: Any) -> Answer:
+    """An answer of `chat.completions.create` or `completions.create`. Raises TypeError if it has no choices."""
+    choices = _get(response, "choices")
+    if not isinstance(choices, (list, tuple)):
+        raise TypeError(f"expected an answer with choices, found {type(response).__name__}")
+    items = cast("list[Any]", choices)
+    prompt_ids = _get(response, "prompt_token_ids")
+    usage = _get(response, "usage")
+    return Answer(
+        choices=[_choice(item, position, prompt_ids) for position, item in enumerate(items)],
+        response_id=_get(response, "id"),
+        model=_get(response, "model"),
+        prompt_tokens=_get(usage, "prompt_tokens"),
+        completion_tokens=_get(usage, "completion_tokens"),
+        is_text_completion=bool(items) and _get(items[0], "message") is None,
+    )
+
+
+def _choice(source: Any, position: int, prompt_ids: Any) -> Choice:
+    own_prompt = _get(source, "prompt_token_ids")
+    index = _get(source, "index")
+    message = _get(source, "message")
+    text = _get(source, "text")
+    if message is None and isinstance(text, str):
+        message = {"role": "assistant", "content": text}
+    return Choice(
+        index=position if index is None else int(index),
+        prompt_token_ids=prompt_ids if own_prompt is None else own_prompt,
+        response_token_ids=_get(source, "token_ids"),
+        logprobs=_logprobs(_get(source, "logprobs")),
+        finish_reason=_get(source, "finish_reason"),
+        message=message,
+        policy_versions=_policy_versions(_get(source, "weight_versions")),
+    )
+
+
+def _logprobs(source: Any) -> list[Any] | None:
+    """Of the sampled tokens: `content[].logprob` (chat) or `token_logprobs` (completions)."""
+    content = _get(source, "content")
+    if isinstance(content, (list, tuple)):
+        return [_get(item, "logprob") for item in cast("list[Any]", content)]
+    flat = _get(source, "token_logprobs")
+    return list(cast("list[Any]", flat)) if isinstance(flat, (list, tuple)) else None
+
+
+def _policy_versions(source: Any) -> list[dict[str, Any]] | None:
+    """vLLM's `weight_versions`, `[start, end)` over the response tokens, as runs."""
+    if not isinstance(source, (list, tuple)) or not source:
+        return None
+    runs = ((str(_get(s, "version")), int(_get(s, "start")), int(_get(s, "end"))) for s in cast("list[Any]", source))
+    return [{"version": version, "start": start, "length": end - start} for version, start, end in runs]

@@ -1,0 +1,110 @@
+"""Token ids and logprobs as packed attribute values: little-endian int32 and float32, as bytes or as base64 of them.
+
+Lists, tuples, arrays and anything with the buffer protocol (numpy) or `tolist` (torch) are packed without a Python loop.
+"""
+
+import sys
+from array import array
+from base64 import b64encode
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, Final, Literal
+
+from opentelemetry.attributes import BoundedAttributes
+
+from spanmill.instrument.reports import report
+from spanmill.semconv import PROMPT_TOKEN_COUNT, PROMPT_TOKEN_IDS, RESPONSE_LOGPROBS, RESPONSE_TOKEN_COUNT, RESPONSE_TOKEN_IDS
+
+Packed = bytes | str | list[int]
+"""An attribute value: packed bytes, base64 of them, or a plain list of ids that int32 cannot hold."""
+
+NO_IDS: Final = ("e", "f", "d", "?")
+"""Buffer formats of fractions and truth values."""
+
+
+@cache
+def keeps_bytes() -> bool:
+    """Whether this OpenTelemetry SDK keeps `bytes` attributes as they are (1.45 and later; before, they are lost)."""
+    return BoundedAttributes(attributes={"probe": b"\xff"}).get("probe") == b"\xff"
+
+
+def _array(code: Literal["i", "f"], values: Any) -> array[Any]:
+    """`values` as an array of 4-byte numbers. Raises TypeError, ValueError or OverflowError for what is none."""
+    if isinstance(values, (str, bytes, bytearray, dict)):
+        raise TypeError(f"{type(values).__name__} is no list of numbers")
+    if isinstance(values, array) and values.typecode == code:
+        return array(code, values)
+    try:
+        view = memoryview(values)
+    except TypeError:
+        flat = values.tolist() if hasattr(values, "tolist") else values
+        return array(code, flat)
+    if view.ndim != 1:
+        raise ValueError(f"expected one dimension, found {view.ndim}")
+    packed = array(code)
+    if view.format == code and view.c_contiguous:
+        packed.frombytes(view)
+    elif code == "i" and view.format in NO_IDS:
+        raise TypeError(f"numbers of format {view.format} are no token ids")
+    else:
+        packed.extend(values.tolist() if hasattr(values, "tolist") else view.tolist())
+    return packed
+
+
+def _wire(packed: array[Any]) -> bytes | str:
+    if sys.byteorder == "big":
+        packed.byteswap()
+    data = packed.tobytes()
+    return data if keeps_bytes() else b64encode(data).decode("ascii")
+
+
+def pack_ids(ids: Iterable[int] | None, what: str = "token ids") -> tuple[Packed, int] | None:
+    """(packed token ids, how many), from anything that holds whole numbers; None if there are none to record.
+
+    Ids outside int32 are handed on as a plain list, so that whoever reads them can say what is wrong. What holds
+    something else than whole numbers is reported and not recorded.
+    """
+    if ids is None:
+        return None
+    values: Any = ids if hasattr(ids, "__len__") else list(ids)
+    try:
+        packed = _array("i", values)
+    except OverflowError:
+        wide = [int(i) for i in values]
+        if all(-(2**63) <= i < 2**63 for i in wide):
+            return wide, len(wide)
+        report(what, f"{what}: a number that 64 bits cannot hold; they are not recorded")
+        return None
+    except (TypeError, ValueError) as error:
+        report(what, f"{what}: expected whole numbers, found {type(ids).__name__} ({error}); they are not recorded")
+        return None
+    return _wire(packed), len(packed)
+
+
+def pack_logprobs(logprobs: Iterable[float] | None) -> tuple[bytes | str, int] | None:
+    """(packed logprobs, how many); None if there are none, or if one is missing: a list with a hole is not a list."""
+    if logprobs is None:
+        return None
+    values: Any = logprobs if hasattr(logprobs, "__len__") else list(logprobs)
+    try:
+        packed = _array("f", values)
+    except (TypeError, ValueError, OverflowError) as error:
+        report("logprobs", f"logprobs: expected numbers without a gap, found {type(logprobs).__name__} ({error}); they are not recorded")
+        return None
+    return _wire(packed), len(packed)
+
+
+def token_attributes(
+    prompt_token_ids: Iterable[int] | None = None,
+    response_token_ids: Iterable[int] | None = None,
+    logprobs: Iterable[float] | None = None,
+) -> dict[str, Packed | int]:
+    """Attributes of an LLM call span for its (P,) prompt ids, (R,) response ids and (R,) logprobs, with their counts."""
+    found: dict[str, Packed | int] = {}
+    if (prompt := pack_ids(prompt_token_ids, "prompt_token_ids")) is not None:
+        found[PROMPT_TOKEN_IDS], found[PROMPT_TOKEN_COUNT] = prompt
+    if (response := pack_ids(response_token_ids, "response_token_ids")) is not None:
+        found[RESPONSE_TOKEN_IDS], found[RESPONSE_TOKEN_COUNT] = response
+    if (sampled := pack_logprobs(logprobs)) is not None:
+        found[RESPONSE_LOGPROBS] = sampled[0]
+    return found

@@ -1,0 +1,275 @@
+"""The pipeline that every emitter of spanmill shares: one TracerProvider of our own, one outbox, one exporter.
+
+Our spans are made by our own provider, whatever the program uses, so that its sampler, its attribute limits and the
+spans-not-bytes batches of its exporter cannot cost token data, and so that its telemetry is not flooded with ours. A
+provider that the program has set gets our processor too: its spans learn their rollout and a copy goes to the collector.
+
+    SPANMILL_EXIT_TIMEOUT    seconds that the end of the process may wait for the collector (5)
+    SPANMILL_QUEUE_MIB       what may wait for the collector (128)
+    OTEL_BSP_SCHEDULE_DELAY  milliseconds that a span may wait for others (1000)
+"""
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+from opentelemetry import baggage, propagate, trace
+from opentelemetry.context import Context, get_current
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+from spanmill.instrument import identity
+from spanmill.instrument.exporters import make_exporter, target
+from spanmill.instrument.outbox import Outbox
+from spanmill.instrument.reports import forget_reports, guarded, ignored, report
+from spanmill.semconv import ROLLOUT_ID, ROLLOUT_STARTED
+
+SCOPE: Final = "spanmill"
+ATTRIBUTE_LIMIT: Final = 10_000
+"""Flattened dialects reach OpenTelemetry's default of 128 at some sixty messages, and then lose the oldest attributes."""
+
+
+class Counters(NamedTuple):
+    """What became of the spans of this process, and of what it was told to record."""
+
+    emitted: int
+    """Spans that the collector has acknowledged."""
+    dropped: int
+    """Spans that found the queue full."""
+    failed: int
+    """Spans that could not be delivered."""
+    ignored: int
+    """Values that could not be recorded: a reward that is no number, ids that are no ids."""
+
+
+class RandomIds(IdGenerator):
+    """Trace and span ids from the operating system: agents seed `random`, and equal ids would make spans duplicates."""
+
+    def generate_span_id(self) -> int:
+        """64 random bits, not all 0."""
+        return int.from_bytes(os.urandom(8), "big") or self.generate_span_id()
+
+    def generate_trace_id(self) -> int:
+        """128 random bits, not all 0."""
+        return int.from_bytes(os.urandom(16), "big") or self.generate_trace_id()
+
+    def is_trace_id_random(self) -> bool:
+        """They are."""
+        return True
+
+
+class RolloutProcessor(SpanProcessor):
+    """Writes the rollout in the baggage on every span that starts under it and hands finished spans to the outbox."""
+
+    def __init__(self, *, exports: bool = True) -> None:
+        self._exports = exports
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        """Set the identity, whole, unless the span has one of its own."""
+        with guarded("identity"):
+            found = identity.from_baggage(parent_context)
+            if found is not None and ROLLOUT_ID not in (span.attributes or {}):
+                span.set_attributes(identity.attributes(found))
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Queue the span if it was sampled."""
+        context = span.get_span_context()
+        if self._exports and context is not None and context.trace_flags.sampled:
+            with guarded("queueing a span"):
+                _hook_child_end()
+                _pipeline().outbox.put(span, at_once=ROLLOUT_STARTED in (span.attributes or {}))
+
+    def shutdown(self) -> None:
+        """Send what is queued; the pipeline outlives a provider of the program."""
+        if self._exports:
+            _pipeline().outbox.hurry()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Send what is queued and wait for it."""
+        return not self._exports or _pipeline().outbox.flush(timeout_millis / 1000)
+
+
+class _Pipeline:
+    """The state of the process: made once, at the first use."""
+
+    def __init__(self, outbox: Outbox, host: str) -> None:
+        self.outbox = outbox
+        self.host = host
+        self.provider = TracerProvider(
+            sampler=ALWAYS_ON,
+            resource=Resource.create(),
+            shutdown_on_exit=False,
+            id_generator=RandomIds(),
+            span_limits=SpanLimits(
+                max_attributes=ATTRIBUTE_LIMIT,
+                max_span_attributes=ATTRIBUTE_LIMIT,
+                max_attribute_length=SpanLimits.UNSET,
+                max_span_attribute_length=SpanLimits.UNSET,
+            ),
+        )
+        self.provider.add_span_processor(RolloutProcessor())
+        self.tracer = self.provider.get_tracer(SCOPE)
+        self.served: list[object] = [self.provider]
+        """Providers that have our processor."""
+        self.sigterm_is_hooked = False
+        self.child_end_is_hooked = False
+
+
+_made: _Pipeline | None = None
+_making = threading.Lock()
+on_process_end: Final[list[Callable[[], None]]] = []
+"""Called when the process is about to end, before the last flush."""
+
+
+def _number(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        value = float(text or default)
+    except ValueError:
+        value = -1.0
+    if value < 0:
+        report(f"environment {name}", f"{name}: expected a number >= 0, found {text!r}; {default:g} is used")
+        return default
+    return value
+
+
+def exit_timeout_s() -> float:
+    """How long the end of the process may wait for the collector."""
+    return _number("SPANMILL_EXIT_TIMEOUT", 5)
+
+
+def _outbox(make: Callable[[], SpanExporter]) -> Outbox:
+    delay_s = _number("OTEL_BSP_SCHEDULE_DELAY", 1000) / 1000
+    return Outbox(make, delay_s=delay_s, max_bytes=int(_number("SPANMILL_QUEUE_MIB", 128) * 2**20))
+
+
+def _pipeline() -> _Pipeline:
+    global _made
+    if _made is None:
+        with _making:
+            if _made is None:
+                to = target()
+                _made = _Pipeline(_outbox(lambda: make_exporter(to)), to.host)
+                atexit.register(_at_exit)
+                os.register_at_fork(after_in_child=_after_fork)
+    return _made
+
+
+def configure(*, endpoint: str | None = None, exporter: SpanExporter | None = None) -> None:
+    """Send spans somewhere else than the environment says: to an OTLP endpoint (a URL), or to any exporter.
+
+    Spans that are queued already still go where they were meant to, which may take as long as at the end of the process;
+    the counters start anew. An exporter is called from a thread of ours. For spans in memory:
+    `configure(exporter=InMemorySpanExporter())`, later `flush()`.
+    """
+    pipeline = _pipeline()
+    to = target(endpoint)
+    before = pipeline.outbox
+    pipeline.outbox = _outbox((lambda: exporter) if exporter is not None else (lambda: make_exporter(to)))
+    pipeline.host = "" if exporter is not None else to.host
+    before.close(exit_timeout_s())
+
+
+def tracer_provider() -> TracerProvider:
+    """Our provider: for instrumentors (`instrument(tracer_provider=...)`), or to set as the program's own."""
+    return _pipeline().provider
+
+
+def tracer() -> trace.Tracer:
+    """The tracer that makes spanmill's spans, with the program's provider and SIGTERM taken care of."""
+    pipeline = _pipeline()
+    program = trace.get_tracer_provider()
+    add: Callable[[SpanProcessor], None] | None = getattr(program, "add_span_processor", None)
+    if add is not None and not any(program is known for known in pipeline.served):
+        pipeline.served.append(program)
+        add(RolloutProcessor(exports=not _sends_to(program, pipeline.host)))
+    if not pipeline.sigterm_is_hooked and threading.current_thread() is threading.main_thread():
+        pipeline.sigterm_is_hooked = True
+        _hook_sigterm()
+    return pipeline.tracer
+
+
+def _sends_to(provider: object, host: str) -> bool:
+    """Whether the provider exports to `host` already: then a copy from us would be every span twice."""
+    processors: tuple[Any, ...] = getattr(getattr(provider, "_active_span_processor", None), "_span_processors", ())
+    endpoints = (getattr(getattr(p, "span_exporter", None), "_endpoint", None) for p in processors)
+    return any(isinstance(e, str) and (e.partition("://")[2] or e).partition("/")[0] == host for e in endpoints)
+
+
+def ambient() -> Context:
+    """The current context, or, where it knows no span and no rollout, the one that the parent process handed down.
+
+    A parent hands it down as `TRACEPARENT` and `BAGGAGE` in the environment.
+    """
+    current = get_current()
+    if trace.get_current_span(current).get_span_context().is_valid or baggage.get_baggage(ROLLOUT_ID, current) is not None:
+        return current
+    carrier = {name: value for name in ("traceparent", "tracestate", "baggage") if (value := os.environ.get(name.upper()))}
+    return propagate.extract(carrier, current) if carrier else current
+
+
+def flush(timeout_s: float = 30.0) -> bool:
+    """Send every finished span now and wait for the collector at most `timeout_s`; True if it took them all."""
+    return _made is None or _made.outbox.flush(timeout_s)
+
+
+def counters() -> Counters:
+    """What became of this process's spans so far."""
+    outbox = _made.outbox if _made is not None else None
+    if outbox is None:
+        return Counters(0, 0, 0, ignored())
+    return Counters(outbox.emitted, outbox.dropped, outbox.failed, ignored())
+
+
+def _hook_child_end() -> None:
+    """In a child of `multiprocessing`, which ends without `atexit`: flush where that module ends."""
+    pipeline = _pipeline()
+    if pipeline.child_end_is_hooked:
+        return
+    pipeline.child_end_is_hooked = True
+    util = sys.modules.get("multiprocessing.util")
+    process = sys.modules.get("multiprocessing.process")
+    if util is not None and process is not None and process.parent_process() is not None:
+        util.Finalize(None, _at_exit, exitpriority=0)
+
+
+def _at_exit() -> None:
+    if _made is not None:
+        for call in on_process_end:
+            call()
+        _made.outbox.close(exit_timeout_s())
+
+
+def _after_fork() -> None:
+    global _making
+    _making = threading.Lock()
+    forget_reports()
+    if _made is not None:
+        _made.child_end_is_hooked = False
+        _made.outbox.after_fork()
+
+
+def _hook_sigterm() -> None:
+    """Flush when the process is told to end, then do what it would have done."""
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_DFL and not callable(before):
+        return  # ignored, or handled by C code that we could not hand on to
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if callable(before):
+            flush(exit_timeout_s())
+            before(number, frame)
+            return
+        _at_exit()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, handle)

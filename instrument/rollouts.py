@@ -1,0 +1,224 @@
+"""`spanmill.rollout`: everything inside the block belongs to one rollout, whatever instrumentation records it."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from contextvars import Token
+from dataclasses import replace
+from functools import wraps
+from inspect import iscoroutinefunction
+from types import TracebackType
+from typing import Any, Final, SupportsFloat, TypeVar, cast
+from uuid import uuid4
+
+from opentelemetry import trace
+from opentelemetry.context import Context, attach, create_key, detach, get_value, set_value
+from opentelemetry.trace import Span, Status, StatusCode
+
+from spanmill.instrument import identity, provider
+from spanmill.instrument.identity import Identity
+from spanmill.instrument.reports import guarded, report
+from spanmill.instrument.rewards import reward
+from spanmill.semconv import ERROR_TYPE, ROLLOUT_STARTED, ROLLOUT_STATUS, STATUSES
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SPAN_NAME: Final = "rollout"
+CANCELLATIONS: Final = (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit)
+
+_CURRENT: Final = create_key("spanmill-rollout")
+_open: Final[set["Rollout"]] = set()
+"""Rollouts of this process that have announced themselves and not yet ended."""
+
+
+class Rollout:
+    """A rollout that is going on: what `with spanmill.rollout(...) as r` gives. Sync and async, and a decorator.
+
+    `r.id`, `r.attempt` and `r.identity` say whose spans these are. `r.status` may be set to succeeded, failed, cancelled
+    or unknown; what is set there wins over what the end of the block says.
+    """
+
+    def __init__(self, named: Identity | None, others: dict[str, Any]) -> None:
+        self._named = named
+        self._others = others
+        self.identity: Identity | None = named
+        self._status: str | None = None
+        self._span: Span | None = None
+        self._context: Context | None = None
+        self._token: Token[Context] | None = None
+        self._pid = 0
+        self._joined = False
+
+    @property
+    def id(self) -> str:
+        """The rollout's id; known once the block is entered. Raises RuntimeError before."""
+        return self._entered().rollout_id
+
+    @property
+    def attempt(self) -> int:
+        """The attempt, 0 for the first run. Raises RuntimeError before the block is entered."""
+        return self._entered().attempt
+
+    def _entered(self) -> Identity:
+        if self.identity is None:
+            raise RuntimeError("the rollout has not begun: enter it with `with spanmill.rollout(...) as r`")
+        return self.identity
+
+    @property
+    def status(self) -> str | None:
+        """What the rollout will report, as far as it is known."""
+        return self._status
+
+    @status.setter
+    def status(self, status: str) -> None:
+        if status in STATUSES:
+            self._status = status
+        else:
+            report("status", f"rollout status: expected one of {', '.join(STATUSES)}, found {status!r}; it is ignored")
+
+    def reward(self, value: SupportsFloat, *, name: str | None = None, call_id: str | None = None) -> None:
+        """A reward of this rollout, also after its end. See `spanmill.reward`."""
+        own = self._entered()
+        reward(value, name=name, call_id=call_id, rollout_id=own.rollout_id, attempt=own.attempt, context=self._context)
+
+    def __enter__(self) -> "Rollout":
+        if self._token is not None:
+            raise RuntimeError("this rollout has begun already: call spanmill.rollout() anew for each one")
+        self.identity, self._joined = _resolve(self._named, self._others)
+        with guarded("rollout start"):
+            self._begin(self.identity)
+        return self
+
+    def _begin(self, own: Identity) -> None:
+        tracer = provider.tracer()
+        context = identity.to_baggage(own, provider.ambient())
+        self._span = tracer.start_span(SPAN_NAME, context)
+        self._context = set_value(_CURRENT, self, trace.set_span_in_context(self._span, context))
+        self._pid = os.getpid()
+        self._token = attach(self._context)
+        if not self._joined:
+            now = time.time_ns()
+            tracer.start_span(ROLLOUT_STARTED, self._context, attributes={ROLLOUT_STARTED: True}, start_time=now).end(now)
+            _open.add(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        with guarded("rollout end"):
+            if self._token is not None:
+                token, self._token = self._token, None
+                detach(token)
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        span, self._span = self._span, None
+        _open.discard(self)
+        if span is None or os.getpid() != self._pid:
+            return  # a forked child leaves the block too, but the rollout is its parent's
+        said = self._status
+        self._status = said or _status_of(error)
+        if said or error is not None or not self._joined:
+            span.set_attribute(ROLLOUT_STATUS, self._status)
+        if error is not None and self._status != "succeeded":
+            span.set_attribute(ERROR_TYPE, type(error).__qualname__)
+            span.set_status(Status(StatusCode.ERROR, str(error)))
+            span.record_exception(error)
+        span.end()
+
+    def end_with_process(self) -> None:
+        """End as cancelled, unless a status was set: the process is about to end."""
+        self._status = self._status or "cancelled"
+        with guarded("rollout end"):
+            self._end(None)
+
+    async def __aenter__(self) -> "Rollout":
+        return self.__enter__()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.__exit__(kind, error, traceback)
+
+    def __call__(self, function: F) -> F:
+        """As a decorator, of plain and of `async` functions: every call is a rollout of its own."""
+        if iscoroutinefunction(function):
+
+            @wraps(function)
+            async def run_async(*args: Any, **kwargs: Any) -> Any:
+                async with Rollout(self._named, self._others):
+                    return await function(*args, **kwargs)
+
+            return cast("F", run_async)
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with Rollout(self._named, self._others):
+                return function(*args, **kwargs)
+
+        return cast("F", run)
+
+
+def rollout(
+    rollout_id: str | None = None,
+    *,
+    attempt: int | None = None,
+    group_id: str | None = None,
+    task_id: str | None = None,
+    mode: str | None = None,
+    group_size: int | None = None,
+    resources_id: str | None = None,
+) -> Rollout:
+    """A block (`with` or `async with`) or function whose spans make one rollout. Any number may run at once.
+
+    Without an id it is the process's own rollout where the environment names one (`SPANMILL_ROLLOUT_ID`, as `spanmill run`
+    sets it, or `spanmill.rollout.id` in `OTEL_RESOURCE_ATTRIBUTES`) and no other rollout is around it; else a new one with
+    a random id. Under `spanmill run` the process's own rollout is announced and ended by the command: the block adds a
+    status only if it raises or sets one. A rollout inside a rollout is a rollout of its own, and nothing is inherited but
+    its place in the trace.
+
+    The status is succeeded, failed if an exception leaves the block, cancelled if that is a cancellation, Ctrl-C or the
+    closing of a generator; the exception goes on. Raises TypeError or ValueError, here and only here, for an id or number
+    that is of the wrong type, empty or negative.
+    """
+    others = {
+        "attempt": attempt,
+        "group_id": group_id,
+        "task_id": task_id,
+        "mode": mode,
+        "group_size": group_size,
+        "resources_id": resources_id,
+    }
+    others = {name: value for name, value in others.items() if value is not None}
+    checked = Identity("unnamed" if rollout_id is None else rollout_id, **others)
+    return Rollout(None if rollout_id is None else checked, others)
+
+
+def current() -> Rollout | None:
+    """The innermost rollout that this code runs in; None outside any."""
+    found = get_value(_CURRENT)
+    return found if isinstance(found, Rollout) else None
+
+
+def _resolve(named: Identity | None, others: dict[str, Any]) -> tuple[Identity, bool]:
+    """(whose rollout a block is, whether `spanmill run` reports its start and end)."""
+    if named is not None:
+        return named, False
+    process = identity.from_environment()
+    if process is None or current() is not None:
+        return Identity(uuid4().hex, **others), False
+    own = replace(process, **others)
+    return own, own.attempt == process.attempt and os.environ.get(identity.RUN) == own.rollout_id
+
+
+def _end_all() -> None:
+    """The process ends around rollouts that are still open: they were cancelled, and say so while they can."""
+    for left in list(_open):
+        left.end_with_process()
+
+
+provider.on_process_end.append(_end_all)
+
+
+def _status_of(error: BaseException | None) -> str:
+    if isinstance(error, CANCELLATIONS):
+        return "cancelled"
+    if isinstance(error, SystemExit):
+        return "succeeded" if error.code in (None, 0) else "failed"
+    return "succeeded" if error is None else "failed"
