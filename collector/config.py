@@ -1,0 +1,261 @@
+"""Configuration: one dataclass a command, filled from flags, environment and TOML file.
+
+Every field is an option. Its metadata has `help`, and `parse`, which turns what was given (text, or a TOML value) into
+the field's type or raises ValueError with what was expected.
+"""
+
+import math
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
+
+from spanmill.errors import ConfigError
+
+Merge = Literal["prefix", "none", "realign"]
+
+MERGES: Final[tuple[Merge, ...]] = ("prefix", "none", "realign")
+
+_ENVIRON_PREFIX: Final = "SPANMILL_"
+_ADDRESS: Final = re.compile(r"(?:\[([0-9a-fA-F:.]+(?:%\w+)?)\]|([^\s:\[\]/]+)):(\d{1,5})")
+_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)")
+_SECONDS: Final = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_TRUE: Final = ("1", "true", "yes", "on")
+_FALSE: Final = ("0", "false", "no", "off")
+
+T = TypeVar("T")
+
+
+class Address(NamedTuple):
+    """Where a server listens; `str` is HOST:PORT, an IPv6 host in brackets."""
+
+    host: str
+    port: int
+    """0 takes a free one."""
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(value: object) -> Address:
+    """HOST:PORT, `[::1]:4317` for IPv6. ValueError if it is none."""
+    if isinstance(value, Address):
+        return value
+    match = _ADDRESS.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None or int(match[3]) > 65535:
+        raise ValueError("HOST:PORT, such as 127.0.0.1:4317 or [::1]:4317")
+    return Address(match[1] or match[2], int(match[3]))
+
+
+def parse_duration(value: object) -> float:
+    """Seconds: a number, or text such as 90, 500ms, 10s, 5m, 24h, 7d. ValueError if it is none or negative."""
+    if isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
+        return float(match[1]) * _SECONDS[match[2]]
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return float(value)
+    raise ValueError("seconds or a duration, such as 90, 500ms, 10s, 24h or 7d")
+
+
+def parse_positive_duration(value: object) -> float:
+    """As `parse_duration`, but more than nothing."""
+    seconds = parse_duration(value)
+    if seconds == 0:
+        raise ValueError("a duration above 0")
+    return seconds
+
+
+def parse_count(least: int, most: int) -> Callable[[object], int]:
+    """A parser of whole numbers from `least` to `most`."""
+
+    def parse(value: object) -> int:
+        if isinstance(value, str) and re.fullmatch(r"\s*\d{1,18}\s*", value):
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise ValueError(f"a whole number from {least} to {most}")
+        return value
+
+    return parse
+
+
+def parse_switch(value: object) -> bool:
+    """True or false, also as 1, 0, yes, no, on, off."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lower() in _TRUE + _FALSE:
+        return value.strip().lower() in _TRUE
+    raise ValueError("true or false")
+
+
+def parse_names(value: object) -> tuple[str, ...]:
+    """Names, separated by commas or as a list."""
+    names = value.split(",") if isinstance(value, str) else value
+    if isinstance(names, list | tuple):
+        stripped = [name.strip() if isinstance(name, str) else "" for name in cast("list[object]", names)]
+        if all(stripped):
+            return tuple(stripped)
+    raise ValueError("names separated by commas")
+
+
+def parse_path(value: object) -> Path:
+    """A path of a file or folder."""
+    if isinstance(value, str | Path) and str(value):
+        return Path(value)
+    raise ValueError("a path")
+
+
+def parse_merge(value: object) -> Merge:
+    """A merge policy."""
+    if value not in MERGES:
+        raise ValueError(f"one of {', '.join(MERGES)}")
+    return value
+
+
+def about(parse: Callable[[object], object], help: str) -> Mapping[str, Any]:
+    """The metadata of an option."""
+    return {"help": help, "parse": parse}
+
+
+def help_of(cls: type, name: str) -> str:
+    """The help text of an option of a configuration."""
+    return next(option.metadata["help"] for option in fields(cls) if option.name == name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowConfig:
+    """What decides how rows look; the same for every command that makes some."""
+
+    out: Path = field(metadata=about(parse_path, "folder of the dataset"))
+    merge: Merge = field(
+        default="prefix", metadata=about(parse_merge, "how calls become Episodes: prefix, none or realign")
+    )
+    reward_names: tuple[str, ...] = field(
+        default=(), metadata=about(parse_names, "further names of rewards that count, separated by commas")
+    )
+    realign_tokens: int = field(
+        default=1024,
+        metadata=about(parse_count(0, 1 << 31), "with --merge realign, the most tokens at a turn's end that may drift"),
+    )
+    train_failed: bool = field(
+        default=False, metadata=about(parse_switch, "train on failed rollouts without a final reward, too")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildConfig(RowConfig):
+    """The options of `spanmill build`."""
+
+    rewards: Path | None = field(
+        default=None, metadata=about(parse_path, "table of rewards: Parquet, CSV or JSON lines")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(RowConfig):
+    """The options of `spanmill serve`. Durations are in seconds."""
+
+    journal: Path | None = field(
+        default=None, metadata=about(parse_path, "folder of the journal; OUT/.journal if not given")
+    )
+    grpc: Address = field(default=Address("127.0.0.1", 4317), metadata=about(parse_address, "address for OTLP/gRPC"))
+    http: Address = field(default=Address("127.0.0.1", 4318), metadata=about(parse_address, "address for OTLP/HTTP"))
+    idle_timeout: float = field(
+        default=600.0, metadata=about(parse_positive_duration, "close a rollout after this time without a span")
+    )
+    settle: float = field(
+        default=10.0, metadata=about(parse_duration, "wait this long after the newest span of an ended rollout")
+    )
+    max_open: float = field(
+        default=86400.0,
+        metadata=about(parse_positive_duration, "close even a rollout that will report its end after this time"),
+    )
+    await_reward: float = field(
+        default=0.0, metadata=about(parse_duration, "wait up to this long for the final reward of a closed rollout")
+    )
+    flush_interval: float = field(
+        default=5.0, metadata=about(parse_positive_duration, "write closed rollouts this often")
+    )
+    flush_on_exit: bool = field(
+        default=False, metadata=about(parse_switch, "close every rollout when the service stops")
+    )
+    drain_timeout: float = field(default=30.0, metadata=about(parse_duration, "how long stopping may take"))
+    max_message_mib: int = field(
+        default=64, metadata=about(parse_count(1, 2047), "largest request after decompression")
+    )
+    max_inflight_mib: int = field(
+        default=512, metadata=about(parse_count(1, 1 << 20), "how much may be received and not yet on disk")
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_inflight_mib < self.max_message_mib:
+            raise ConfigError(
+                f"--max-inflight-mib is {self.max_inflight_mib}, which has no room for one request of "
+                f"--max-message-mib {self.max_message_mib}: expected at least as much"
+            )
+
+    @property
+    def journal_folder(self) -> Path:
+        """Where the journal is."""
+        return self.journal or self.out / ".journal"
+
+
+def load_config(flags: Mapping[str, object], environ: Mapping[str, str], toml_path: Path | None) -> ServeConfig:
+    """The configuration of `spanmill serve`, see `load`; the file may also be named by SPANMILL_CONFIG."""
+    if toml_path is None and environ.get("SPANMILL_CONFIG"):
+        toml_path = Path(environ["SPANMILL_CONFIG"])
+    return load(ServeConfig, flags, environ, toml_path)
+
+
+def load(cls: type[T], flags: Mapping[str, object], environ: Mapping[str, str], toml_path: Path | None = None) -> T:
+    """A `cls` from `flags` (by field name, None if not given), else from `SPANMILL_<NAME>`, else from the TOML file.
+
+    Raises ConfigError, in one line that names option and value: for an unknown flag or key, an impossible value, a
+    missing option, a file that cannot be read. Unknown variables are left alone, other parts of spanmill have theirs.
+    """
+    options = {option.name: option for option in fields(cast("Any", cls))}
+    given: dict[str, tuple[str, object]] = {}
+    if toml_path is not None:
+        given |= _from_toml(toml_path, options)
+    for name in options:
+        variable = _ENVIRON_PREFIX + name.upper()
+        if variable in environ:
+            given[name] = variable, environ[variable]
+    for name, value in flags.items():
+        if name not in options:
+            raise ConfigError(f"{_flag(name)} is no option of this command")
+        if value is not None:
+            given[name] = _flag(name), value
+    for name, option in options.items():
+        if name not in given and option.default is MISSING:
+            raise ConfigError(f"{_flag(name)} is missing: {option.metadata['help']}")
+    return cls(**{name: _parsed(options[name], source, value) for name, (source, value) in given.items()})
+
+
+def _from_toml(path: Path, options: Mapping[str, object]) -> dict[str, tuple[str, object]]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"--config {path} is no TOML: {error}") from error
+    given: dict[str, tuple[str, object]] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in options:
+            raise ConfigError(f"unknown key {key!r} in {path}")
+        if name in given:
+            raise ConfigError(f"key {key!r} stands twice in {path}, with - and with _")
+        given[name] = f"{key} in {path}", value
+    return given
+
+
+def _parsed(option: Field[Any], source: str, value: object) -> object:
+    try:
+        return option.metadata["parse"](value)
+    except ValueError as error:
+        raise ConfigError(f"{source} is {value!r}: expected {error}") from error
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
