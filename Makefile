@@ -12,13 +12,13 @@ test: .venv/dev.installed
 	$(BIN)/pytest -n 2 --dist worksteal
 
 check: .venv/dev.installed
-	$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/pyright
+	$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: .venv/dev.installed
-	$(BIN)/python bench/ingest.py
+	$(BIN)/python bench/ingest.py && $(BIN)/python bench/ingest.py --packed
 
 docs: .venv/dev.installed
-	$(BIN)/python docs/tables.py
+	$(BIN)/python -m spanmill.triplets.schema_page > docs/reference/schema.md
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "spanmill needs Python 3.11 or newer: make PYTHON=python3.12"; exit 1; }

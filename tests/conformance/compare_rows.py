@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import polars as pl
 from polars.testing import assert_frame_equal
@@ -128,16 +128,22 @@ def _flag_differences(how: str, want: set[str], got: set[str], where: str) -> It
 
 def value_differences(want: Any, got: Any, where: str) -> Iterator[str]:
     """Where `got` is not what is wanted: lists by element, structs by the keys that are named."""
-    match want, got:
-        case dict(), dict():
-            for key, value in want.items():
-                yield from value_differences(value, got.get(key), f"{where}.{key}")
-        case list(), list() if len(want) == len(got):
-            for i, (wanted, found) in enumerate(zip(want, got, strict=True)):
-                yield from value_differences(wanted, found, f"{where}[{i}]")
-        case _:
-            if not _equal(want, got):
-                yield f"{where}: expected {_short(want)}, got {_short(got)}"
+    if _is_struct(want) and _is_struct(got):
+        for key, value in want.items():
+            yield from value_differences(value, got.get(key), f"{where}.{key}")
+    elif _is_list(want) and _is_list(got) and len(want) == len(got):
+        for i, (wanted, found) in enumerate(zip(want, got, strict=True)):
+            yield from value_differences(wanted, found, f"{where}[{i}]")
+    elif not _equal(want, got):
+        yield f"{where}: expected {_short(want)}, got {_short(got)}"
+
+
+def _is_struct(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
+
+
+def _is_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
 
 
 def _equal(want: Any, got: Any) -> bool:
@@ -154,21 +160,31 @@ def _is_number(value: Any) -> bool:
 
 def json_differences(want: Any, got: Any, where: str) -> Iterator[str]:
     """As `value_differences` for JSON in OpenAI chat shape: what is wanted must be there, more may be."""
-    match want, got:
-        case None, None | "" | []:
-            return
-        case dict(), dict():
-            for key, value in want.items():
-                yield from json_differences(value, got.get(key), f"{where}.{key}")
-        case list(), list() if len(want) == len(got):
-            for i, (wanted, found) in enumerate(zip(want, got, strict=True)):
-                yield from json_differences(wanted, found, f"{where}[{i}]")
-        case str(), [{"type": "text", "text": str(text)}]:
-            yield from json_differences(want, text, where)
-        case str(), str() if want != got and (arguments := _as_json(want)) is not None:
-            yield from json_differences(arguments, _as_json(got), where)
+    if want is None and got in ("", []):
+        return
+    if _is_struct(want) and _is_struct(got):
+        for key, value in want.items():
+            yield from json_differences(value, got.get(key), f"{where}.{key}")
+    elif _is_list(want) and _is_list(got) and len(want) == len(got):
+        for i, (wanted, found) in enumerate(zip(want, got, strict=True)):
+            yield from json_differences(wanted, found, f"{where}[{i}]")
+    elif isinstance(want, str) and (text := _one_text(got)) is not None:
+        arguments = _as_json(want)
+        if want != text and arguments is not None:
+            yield from json_differences(arguments, _as_json(text), where)
+        else:
+            yield from value_differences(want, text, where)
+    else:
+        yield from value_differences(want, got, where)
+
+
+def _one_text(content: Any) -> str | None:
+    """A message's content that is a text, or a list of one text part."""
+    match content:
+        case str(text) | [{"type": "text", "text": str(text)}]:
+            return text
         case _:
-            yield from value_differences(want, got, where)
+            return None
 
 
 def _as_json(text: str) -> Any:

@@ -130,7 +130,7 @@ def _thousand_turns_expected(answers: list[int], logprobs: list[float]) -> dict[
 
 
 def _turn_span(turn: int, prompt: list[int], answer: int, logprob: float) -> dict[str, Any]:
-    attributes = {
+    attributes: dict[str, str | int | list[str]] = {
         "gen_ai.operation.name": "chat",
         "gen_ai.request.model": "policy-7b",
         "gen_ai.response.model": "policy-7b",
@@ -151,7 +151,7 @@ def _turn_span(turn: int, prompt: list[int], answer: int, logprob: float) -> dic
 
 
 def _span(
-    span_id: str, parent_id: str, name: str, start_ms: int, end_ms: int, attributes: dict[str, Any]
+    span_id: str, parent_id: str, name: str, start_ms: int, end_ms: int, attributes: dict[str, str | int | list[str]]
 ) -> dict[str, Any]:
     return {
         "traceId": TRACE_ID,
@@ -166,15 +166,14 @@ def _span(
     }
 
 
-def _attributes(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _attributes(values: dict[str, str | int | list[str]]) -> Iterator[dict[str, Any]]:
     for key, value in values.items():
-        match value:
-            case list():
-                yield {"key": key, "value": {"arrayValue": {"values": [{"stringValue": text} for text in value]}}}
-            case int():
-                yield {"key": key, "value": {"intValue": str(value)}}
-            case _:
-                yield {"key": key, "value": {"stringValue": value}}
+        if isinstance(value, list):
+            yield {"key": key, "value": {"arrayValue": {"values": [{"stringValue": text} for text in value]}}}
+        elif isinstance(value, int):
+            yield {"key": key, "value": {"intValue": str(value)}}
+        else:
+            yield {"key": key, "value": {"stringValue": value}}
 
 
 def _packed(kind: str, numbers: list[Any]) -> str:

@@ -1,0 +1,126 @@
+"""The loss report: what became of every call and every sampled token of a dataset, told from the dataset alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import polars as pl
+
+from spanmill.triplets.reader import read_episodes, read_quarantine, read_rollouts, read_triplets
+
+_FATES = ("trained", "masked", "superseded", "quarantined")
+"""What may become of a sampled token; `tokens_captured` is their sum, always."""
+
+_ROLLOUT = ("rollout_id", "attempt")
+
+
+class _Line(NamedTuple):
+    label: str = ""
+    value: int | str = ""
+    share: float | None = None
+    """Of the total that the line is a part of."""
+
+
+def loss_report(dataset: str | Path) -> str:
+    """The report as aligned plain text; the same dataset gives the same text.
+
+    Raises DatasetError if there is no dataset, SchemaVersionError if a newer spanmill wrote it.
+    """
+    rollouts = read_rollouts(dataset).collect()
+    triplets = read_triplets(dataset).select("trainable", "flags").collect()
+    tokens, trained = pl.col("input_ids").list.len(), pl.col("loss_mask").list.sum().cast(pl.Int64)
+    columns = (*_ROLLOUT, "num_turns", "truncated", "flags")
+    episodes = read_episodes(dataset).select(*columns, tokens=tokens, trained=trained).collect()
+    reasons = read_quarantine(dataset).select("reason").collect()["reason"]
+    return _aligned(
+        [
+            *_rollouts(rollouts),
+            _Line(),
+            *_calls(rollouts, triplets),
+            _Line(),
+            *_tokens(rollouts),
+            *_conservation(rollouts, episodes),
+            _Line(),
+            *_episodes(episodes),
+            _Line(),
+            _Line("rows in quarantine", reasons.len()),
+            *_counts(reasons),
+        ]
+    )
+
+
+def _rollouts(rollouts: pl.DataFrame) -> Iterator[_Line]:
+    total = rollouts.height
+    yield _Line("rollouts", total)
+    for column, label in (("status", "status "), ("closed_by", "closed by ")):
+        yield from _counts(rollouts[column], total, label)
+    yield _part("without a reward", rollouts["reward"].null_count(), total)
+    yield from _counts(rollouts["flags"].explode().drop_nulls(), total, "flag ")
+
+
+def _calls(rollouts: pl.DataFrame, triplets: pl.DataFrame) -> Iterator[_Line]:
+    """A call may have several flags, so the lines under a line may add up to more than it has."""
+    total = int(rollouts["num_calls"].sum())
+    kept = triplets.partition_by("trainable", as_dict=True)
+    yield _Line("calls seen", total)
+    for trainable, label in ((True, "trained"), (False, "kept, not trained")):
+        rows = kept.get((trainable,), triplets.clear())
+        yield _part(label, rows.height, total)
+        yield from _counts(rows["flags"].explode().drop_nulls(), total, "  flag ")
+    yield _part("quarantined", total - triplets.height, total)
+
+
+def _tokens(rollouts: pl.DataFrame) -> Iterator[_Line]:
+    captured = int(rollouts["tokens_captured"].sum())
+    yield _Line("tokens sampled", captured)
+    yield from (_part(fate, int(rollouts[f"tokens_{fate}"].sum()), captured) for fate in _FATES)
+
+
+def _conservation(rollouts: pl.DataFrame, episodes: pl.DataFrame) -> Iterator[_Line]:
+    """Whether every sampled token is accounted for, and each that counts as trained is in a loss mask once."""
+    masks = episodes.group_by(_ROLLOUT).agg(pl.col("trained").sum())
+    wrong = rollouts.join(masks, on=_ROLLOUT, how="left").filter(
+        (pl.col("tokens_captured") != pl.sum_horizontal(f"tokens_{fate}" for fate in _FATES))
+        | (pl.col("tokens_trained") != pl.col("trained").fill_null(0))
+    )
+    if wrong.is_empty():
+        yield _Line("  conserved", f"in all {rollouts.height:,} rollouts")
+    else:
+        first = wrong.sort(_ROLLOUT).row(0, named=True)
+        where = f"{first['rollout_id']}, attempt {first['attempt']}"
+        yield _Line("  NOT CONSERVED", f"in {wrong.height:,} of {rollouts.height:,} rollouts, first {where}")
+
+
+def _episodes(episodes: pl.DataFrame) -> Iterator[_Line]:
+    total = episodes.height
+    yield _Line("episodes", total)
+    if total == 0:
+        return
+    for column, label in (("num_turns", "turns"), ("tokens", "tokens"), ("trained", "trained tokens")):
+        least, median, most = episodes[column].min(), episodes[column].median(), episodes[column].max()
+        yield _Line(f"  {label} each", f"{least:,} to {most:,}, median {median:,.0f}")
+    yield _part("truncated", int(episodes["truncated"].sum()), total)
+    yield from _counts(episodes["flags"].explode().drop_nulls(), total, "flag ")
+
+
+def _counts(values: pl.Series, total: int | None = None, label: str = "") -> Iterator[_Line]:
+    """A line per distinct value, the most frequent first, ties by name."""
+    counted = values.value_counts(name="times").sort("times", values.name, descending=[True, False])
+    yield from (_part(f"{label}{value}", times, total or values.len()) for value, times in counted.rows())
+
+
+def _part(label: str, part: int, total: int) -> _Line:
+    return _Line(f"  {label}", part, part / total if total else None)
+
+
+def _aligned(lines: list[_Line]) -> str:
+    """Labels on the left, numbers right-aligned in one column, shares beside them; text starts where numbers do."""
+    width = max(len(line.label) for line in lines)
+    digits = max(len(f"{line.value:,}") for line in lines if isinstance(line.value, int))
+    return "".join(f"{_text(line, width, digits)}".rstrip() + "\n" for line in lines)
+
+
+def _text(line: _Line, width: int, digits: int) -> str:
+    value = f"{line.value:>{digits},}" if isinstance(line.value, int) else line.value
+    share = "" if line.share is None else f"{line.share:>8.1%}"
+    return f"{line.label:<{width}}  {value}{share}"

@@ -1,0 +1,131 @@
+"""The command line: `spanmill serve`, `spanmill build`, `spanmill stats`.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage. An error of ours is one line on stderr, never a traceback. A command hands
+on what was typed and nothing else, so that environment and configuration file can decide the rest. It imports what it
+needs when it runs: help is quick, and an install without the collector can say what is missing.
+"""
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from typer.main import get_command
+
+import spanmill
+from spanmill.collector.config import BuildConfig, ServeConfig, load, load_config
+from spanmill.errors import ConfigError, SpanmillError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (default: the process's own) and return its exit code."""
+    try:
+        get_command(app).main(args=arguments, prog_name="spanmill")
+    except SystemExit as end:  # typer ends every command with one, having printed what was wrong with the usage
+        return end.code if isinstance(end.code, int) else 1
+    except SpanmillError as error:
+        print(f"spanmill: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "spanmill":
+            raise
+        print(
+            f"spanmill: this command needs {error.name}, which is not installed: pip install 'spanmill[collector]'",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def with_options(config: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one more option per field of its configuration, all of them None where nothing was typed.
+
+    The command takes them as keyword arguments by field name.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        parameters = [*own, *_options(config)]
+        signed = cast("Any", command)
+        signed.__signature__ = inspect.Signature(parameters)
+        signed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
+
+
+def _options(config: type) -> Iterator[inspect.Parameter]:
+    for option in fields(config):
+        kind = bool if option.type is bool else str
+        name = f"--{option.name.replace('_', '-')}"
+        shown = typer.Option(name, help=_help(option), show_default=False, metavar=None if kind is bool else "VALUE")
+        yield inspect.Parameter(
+            option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]
+        )
+
+
+def _help(option: Field[Any]) -> str:
+    """An option's help text with its default as it would be typed."""
+    text, default = option.metadata["help"], option.default
+    if default is MISSING:
+        return f"{text} (required)"
+    if default is None or default is False or default == ():
+        return text
+    return f"{text} (default: {f'{default:g}' if isinstance(default, float) else default})"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"spanmill {spanmill.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _spanmill(  # pyright: ignore[reportUnusedFunction]  typer calls it
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """OpenTelemetry spans into training data for language-model reinforcement learning."""
+
+
+@app.command()
+@with_options(ServeConfig)
+def serve(
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="file with any of these options as keys")
+    ] = None,
+    **flags: object,
+) -> None:
+    """Receive spans over OTLP and write training rows as rollouts complete."""
+    settings = load_config(flags, os.environ, config)
+    from spanmill.collector.service import serve
+
+    raise typer.Exit(serve(settings))
+
+
+@app.command()
+@with_options(BuildConfig)
+def build(
+    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="journals, OTLP JSON lines or protobuf")],
+    **flags: object,
+) -> None:
+    """Build a dataset from recorded spans, in one go."""
+    settings = load(BuildConfig, flags, os.environ)
+    from spanmill.collector.build import build
+
+    raise typer.Exit(build(inputs, settings))
+
+
+@app.command()
+def stats(dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="folder of a dataset")]) -> None:
+    """Show what became of every call and every sampled token of a dataset."""
+    from spanmill.collector.stats import loss_report
+
+    print(loss_report(dataset), end="")
