@@ -1,0 +1,174 @@
+"""From the spans of a request to its calls, one per choice: token data from the best source, the rest from the client."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeVar
+
+from spanmill.adapters import checks
+from spanmill.adapters.calls import ENGINE_SIDE, Request
+from spanmill.adapters.identity import Identities, Identity
+from spanmill.adapters.spans import Tree, agent_name, is_reward
+from spanmill.adapters.values import Fault
+from spanmill.triplets.records import Call, Json, Span
+
+T = TypeVar("T")
+
+TELLING: Final = {"client": 0, "text": 1, "gateway": 2, "engine": 3}
+"""Whose messages are taken first: the agent's side knows what it asked."""
+
+
+@dataclass(slots=True, eq=False)
+class Joined:
+    """One call and choice, all its spans together."""
+
+    request: Request
+    choice: int
+    sources: list[Call]
+    best: Call
+    """The source that the token data comes from."""
+    merged: Call
+    """The values that the row gets."""
+    place: Span
+    """The span at the client's side that says where in the tree and when the call was."""
+    identity: Identity
+    agent: str | None
+    agent_span: tuple[str, str] | None
+    """Trace and span id of the agent's span."""
+    flags: set[str] = field(default_factory=set[str])
+    unproven: bool = False
+    """Attributes were lost, and with them the counts that would prove the ids."""
+    faults: list[Fault] = field(default_factory=list[Fault])
+    attempt: int = 0
+    turn: int = -1
+    reward: float | None = None
+    parent: "Joined | None" = None
+    divergence: dict[str, Json] | None = None
+
+    @property
+    def call_id(self) -> str:
+        """The response id, else the hex id of the span; `#choice` behind it for choices above 0."""
+        name = self.merged.response_id or self.merged.span.span_id
+        return f"{name}#{self.choice}" if self.choice else name
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens that were recorded."""
+        ids = self.merged.response_token_ids
+        return 0 if ids is None else ids.size
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether prompt and answer ids are known."""
+        return self.merged.prompt_token_ids is not None and self.merged.response_token_ids is not None
+
+    @property
+    def start_key(self) -> tuple[int, str, int, str, int]:
+        """Orders calls that have nothing to do with each other; retries share a client span and go by their own."""
+        own = self.merged.span
+        return self.place.start_ns, self.place.span_id, own.start_ns, own.span_id, self.choice
+
+    def blocked(self, *, failed: bool) -> bool:
+        """Whether the call may not be trained; `failed`: its rollout failed and nothing judged it."""
+        return self.unproven or failed or bool(self.flags & checks.BLOCKING)
+
+
+def calls_of(request: Request, tree: Tree, identities: Identities) -> list[Joined]:
+    """The calls of a request, lowest choice first."""
+    sources = [c for s in (*request.sources, *request.covered_by) for c in s.calls]
+    covering = {id(c) for s in request.covered_by for c in s.calls}
+    choices = sorted({c.choice for c in sources if c.choice is not None and id(c) not in covering})
+    if not choices:
+        # Built-in engine spans alone: they do not say which choice they are, so they are counted through.
+        for number, call in enumerate(c for c in sources if id(c) not in covering):
+            call.choice = number
+        choices = sorted({c.choice for c in sources if c.choice is not None and id(c) not in covering})
+    made = [
+        _join([c for c in sources if c.choice in (choice, None)], covering, choice, request, tree, identities)
+        for choice in choices
+    ]
+    siblings = [j.best for j in made]
+    for joined in made:
+        own = [c for c in joined.sources if id(c) not in covering]
+        joined.faults = checks.faults(joined.best, own, siblings)
+        joined.flags |= checks.flags(joined.best, joined.sources, joined.merged)
+        joined.unproven = checks.is_unproven(joined.best)
+        if request.superseded:
+            joined.flags.add("superseded")
+    return made
+
+
+def _join(
+    sources: list[Call], covering: set[int], choice: int, request: Request, tree: Tree, identities: Identities
+) -> Joined:
+    own = [c for c in sources if id(c) not in covering]
+    best = checks.supplier(own)
+    by_trust = [best, *sorted((c for c in own if c is not best), key=lambda c: (checks.trust(c), *_when(c)))]
+    telling = sorted(sources, key=lambda c: (TELLING[c.source], *_when(c)))
+    client = [c for c in sources if c.source not in ENGINE_SIDE] or sources
+    place, agent, agent_span = _place(client, tree)
+    has_ids = best.response_token_ids is not None or best.prompt_token_ids is not None or bool(best.faults)
+    merged = replace(
+        best,
+        span=best.span if has_ids else place,
+        source=best.source if best.response_token_ids is not None else "none",
+        response_id=_first(c.response_id for c in sorted(own, key=lambda c: (TELLING[c.source], *_when(c)))),
+        model=_first(c.model for c in by_trust),
+        logprobs_mode=_first(c.logprobs_mode for c in by_trust),
+        policy_version=_first(c.policy_version for c in by_trust),
+        temperature=_first(c.temperature for c in by_trust),
+        top_p=_first(c.top_p for c in by_trust),
+        top_k=_first(c.top_k for c in by_trust),
+        max_tokens=_first(c.max_tokens for c in by_trust),
+        finish_reason=_first(c.finish_reason for c in by_trust),
+        stop_reason=_first(c.stop_reason for c in by_trust),
+        multimodal=_first(c.multimodal for c in by_trust),
+        hidden_payload=all(c.hidden_payload for c in sources if c.messages) and any(c.hidden_payload for c in sources),
+        routed_experts=_first(c.routed_experts for c in by_trust),
+        messages=_first(c.messages for c in telling),
+        response=_first(c.response for c in telling),
+        tools=_first(c.tools for c in telling),
+        metadata={k: v for c in reversed(telling) for k, v in c.metadata.items()},
+    )
+    spans = {id(c.span): c.span for c in sources}
+    joined = Joined(
+        request, choice, sources, best, merged, place, _identity(client, sources, identities), agent, agent_span
+    )
+    keys = {(s.trace_id, s.span_id) for s in spans.values()}
+    if keys & tree.conflicting:
+        joined.flags.add("conflicting_duplicate")
+    if tree.is_orphan(place):
+        joined.flags.add("orphan")
+    if any(is_reward(above) for span in spans.values() for above in tree.ancestors(span)):
+        joined.flags.add("reward_call")
+    return joined
+
+
+def _when(call: Call) -> tuple[int, str]:
+    return call.span.start_ns, call.span.span_id
+
+
+def _first(values: Iterable[T | None]) -> T | None:
+    return next((v for v in values if v is not None), None)
+
+
+def _place(client: list[Call], tree: Tree) -> tuple[Span, str | None, tuple[str, str] | None]:
+    """(span, agent's name, agent's span): of several client spans the one under an agent, else the outermost."""
+    found: list[tuple[bool, tuple[int, str], Span, str | None, tuple[str, str] | None]] = []
+    for call in client:
+        above = next(((name, a) for a in tree.ancestors(call.span) if (name := agent_name(a)) is not None), None)
+        name = call.agent or (above[0] if above else None)
+        found.append(
+            (name is None, _when(call), call.span, name, (above[1].trace_id, above[1].span_id) if above else None)
+        )
+    _, _, span, name, agent_span = min(found, key=lambda f: f[:2])
+    return span, name, agent_span
+
+
+def _identity(client: list[Call], sources: list[Call], identities: Identities) -> Identity:
+    """The strongest identity among the call's spans; between equally strong ones the client's."""
+    order = [*client, *(c for c in sources if c not in client)]
+    own = [i for c in order if (i := identities.explicit(c.span))]
+    if own:
+        return min(own, key=lambda i: i.rank)
+    weak = [i for c in order if (i := identities.weak(c.span))]
+    return min(weak, key=lambda i: i.rank)

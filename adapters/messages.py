@@ -1,0 +1,194 @@
+"""Messages of any instrumentation in OpenAI chat shape."""
+
+from collections.abc import Iterable, Mapping
+from typing import Final, cast
+
+from spanmill.adapters.values import dump_json, text
+from spanmill.triplets.records import Attributes, Json, Value
+
+FINISH_WORDS: Final = {
+    "tool_call": "tool_calls",
+    "tool_use": "tool_calls",
+    "function_call": "tool_calls",
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "completed": "stop",
+    "eos": "stop",
+    "max_tokens": "length",
+    "max_output_tokens": "length",
+    "model_length": "length",
+    "incomplete": "length",
+    "safety": "content_filter",
+    "refusal": "content_filter",
+    "aborted": "abort",
+    "cancelled": "abort",
+    "failed": "error",
+}
+"""Words of other vendors and conventions for OpenAI's finish reasons."""
+
+MEDIA_TYPES: Final = frozenset(
+    {"image_url", "input_image", "image", "input_audio", "audio", "audio_url", "video_url", "video"}
+)
+REDACTED: Final = frozenset({"", "__REDACTED__", "[REDACTED]", "<redacted>", "REDACTED"})
+
+
+def finish_word(reason: Json) -> str | None:
+    """A finish reason in OpenAI's words; an unknown word is kept in lower case."""
+    if not isinstance(reason, str) or not reason:
+        return None
+    word = reason.lower()
+    return FINISH_WORDS.get(word, word)
+
+
+def _object(value: Json) -> dict[str, Json] | None:
+    return cast("dict[str, Json]", value) if isinstance(value, dict) else None
+
+
+def _objects(value: Json) -> list[dict[str, Json]]:
+    return [o for v in cast("list[Json]", value) if (o := _object(v)) is not None] if isinstance(value, list) else []
+
+
+def arguments_text(arguments: Json) -> str:
+    """Tool call arguments as the JSON text that OpenAI uses."""
+    return arguments if isinstance(arguments, str) else dump_json({} if arguments is None else arguments)
+
+
+def tool_call(call_id: Json, name: Json, arguments: Json) -> dict[str, Json]:
+    """A tool call in OpenAI shape."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_text(arguments)}}
+
+
+def from_parts(message: Mapping[str, Json]) -> list[dict[str, Json]]:
+    """A GenAI message (`role`, `parts`) as OpenAI messages: tool results become messages of their own.
+
+    A message that has no `parts` is in OpenAI shape already and comes back as it is.
+    """
+    if "parts" not in message:
+        return [dict(message)]
+    content: list[dict[str, Json]] = []
+    calls: list[dict[str, Json]] = []
+    reasoning: list[str] = []
+    results: list[dict[str, Json]] = []
+    for part in _objects(message["parts"]):
+        kind = part.get("type")
+        if kind == "text":
+            content.append({"type": "text", "text": part.get("content", part.get("text"))})
+        elif kind in ("reasoning", "thinking"):
+            reasoning.append(str(part.get("content", "")))
+        elif kind == "tool_call":
+            calls.append(tool_call(part.get("id"), part.get("name"), part.get("arguments")))
+        elif kind == "tool_call_response":
+            result = part.get("response", part.get("result"))
+            results.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": part.get("id"),
+                    "content": result if isinstance(result, str) else dump_json(result),
+                }
+            )
+        else:
+            content.append(_media(part))
+    out: list[dict[str, Json]] = []
+    if content or calls or reasoning or not results:
+        only_text = [c["text"] for c in content if c["type"] == "text"]
+        plain = only_text[0] if len(content) == len(only_text) == 1 else content or None
+        made: dict[str, Json] = {"role": message.get("role"), "content": plain}
+        if message.get("name"):
+            made["name"] = message["name"]
+        if reasoning:
+            made["reasoning_content"] = "".join(reasoning)
+        if calls:
+            made["tool_calls"] = calls
+        out.append(made)
+    return out + results
+
+
+def _media(part: dict[str, Json]) -> dict[str, Json]:
+    """A part that is no text: an image by reference where there is one, else the part as it was recorded."""
+    modality = part.get("modality") or str(part.get("mime_type", "")).partition("/")[0]
+    if part.get("type") == "uri" and modality == "image":
+        return {"type": "image_url", "image_url": {"url": part.get("uri")}}
+    if part.get("type") == "blob" and modality == "image":
+        return {"type": "image_url", "image_url": {"url": f"data:{part.get('mime_type')};base64,{part.get('content')}"}}
+    return part
+
+
+def conversation(messages: Json, instructions: Json = None) -> list[dict[str, Json]] | None:
+    """GenAI or OpenAI messages as OpenAI messages, system instructions first; None if none were recorded."""
+    out: list[dict[str, Json]] = []
+    if instructions:
+        parts = instructions if isinstance(instructions, list) else [{"type": "text", "content": instructions}]
+        out += from_parts({"role": "system", "parts": cast("Json", parts)})
+    for message in _objects(messages):
+        out += from_parts(message)
+    return out or None
+
+
+def tool_call_ids(message: Json) -> tuple[str, ...]:
+    """Ids of the tool calls that an assistant message makes."""
+    made = _objects((_object(message) or {}).get("tool_calls"))
+    return tuple(i for c in made if isinstance(i := c.get("id"), str) and i)
+
+
+def unflatten(attributes: Attributes, prefix: str) -> list[dict[str, Json]]:
+    """`PREFIX.0.a.b = v` attributes as a list of nested objects, in the order of their indices.
+
+    Indices may start at 0 or 1 and may have gaps; `…calls.0.id` below an object becomes a list there too.
+    """
+    items: dict[int, dict[str, Json]] = {}
+    for name, value in attributes.items():
+        if not name.startswith(prefix):
+            continue
+        index, _, rest = name[len(prefix) :].partition(".")
+        if index.isdigit():
+            _set(items.setdefault(int(index), {}), rest.split(".") if rest else [""], value)
+    return [cast("dict[str, Json]", _lists(items[i])) for i in sorted(items)]
+
+
+def _set(into: dict[str, Json], path: list[str], value: Value) -> None:
+    for step in path[:-1]:
+        below = into.get(step)
+        into = into.setdefault(step, {}) if isinstance(below, dict) or below is None else into
+    into[path[-1]] = value
+
+
+def _lists(value: Json) -> Json:
+    """Objects whose keys are all numbers are lists."""
+    if not isinstance(value, dict):
+        return value
+    made = {k: _lists(v) for k, v in cast("dict[str, Json]", value).items()}
+    return [made[k] for k in sorted(made, key=int)] if made and all(k.isdigit() for k in made) else made
+
+
+def has_media(messages: Json) -> tuple[bool, bool]:
+    """(the messages hold images or audio, one of them has no payload)."""
+    found = hidden = False
+    for message in _objects(messages):
+        for part in _objects(message.get("content")):
+            if part.get("type") in MEDIA_TYPES:
+                found = True
+                hidden = hidden or not _has_payload(part)
+    return found, hidden
+
+
+def _has_payload(part: Mapping[str, Json]) -> bool:
+    return any(
+        isinstance(v, str) and v not in REDACTED
+        for v in _leaves(part.get(str(part.get("type")), part.get("image_url", part.get("data"))))
+    )
+
+
+def _leaves(value: Json) -> Iterable[Json]:
+    if isinstance(value, dict):
+        for v in cast("dict[str, Json]", value).values():
+            yield from _leaves(v)
+    else:
+        yield value
+
+
+def answer_text(message: Json) -> str | None:
+    """The text of an assistant message, for comparing two records of one answer; None if it has none."""
+    content = (_object(message) or {}).get("content")
+    if isinstance(content, list):
+        content = "".join(text(p.get("text")) or "" for p in _objects(content))
+    return content if isinstance(content, str) and content else None

@@ -1,0 +1,230 @@
+"""Attribute values as what they should be; a value of another type is None, never a guess."""
+
+import base64
+import binascii
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Final, NamedTuple, cast
+
+import numpy as np
+
+from spanmill.triplets.records import Json, Logprobs, TokenIds, Value
+
+LOGPROB_NOISE: Final = 1e-5
+"""A log probability may lie this much above 0: float noise, kept as it is."""
+CONSTANT_IDS: Final = frozenset({"", "__fake_id__"})
+"""What stands where an id was not known; openai-agents writes the second."""
+
+Fault = tuple[str, str]
+"""(reason, detail): why numbers cannot be used."""
+
+_ESCAPED_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+
+
+class Ids(NamedTuple):
+    """Token ids as read: None if not recorded."""
+
+    ids: TokenIds | None
+    fault: Fault | None = None
+
+
+class Probs(NamedTuple):
+    """Log probabilities as read: None if not recorded, or if one is missing."""
+
+    values: Logprobs | None
+    fault: Fault | None = None
+    hole: bool = False
+
+
+def text(value: Value) -> str | None:
+    """A string, or None for anything else."""
+    return value if isinstance(value, str) else None
+
+
+def identifier(value: Value) -> str | None:
+    """A non-empty id that is no known constant; an int is its decimal text."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return str(value)
+    return value if isinstance(value, str) and value not in CONSTANT_IDS else None
+
+
+def integer(value: Value, *, foreign: bool = False) -> int | None:
+    """An int; in foreign dialects also an integral double or decimal text."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    if foreign and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if foreign and isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            return None
+    return None
+
+
+def number(value: Value, *, foreign: bool = False) -> float | None:
+    """A finite float; in foreign dialects also decimal text."""
+    if foreign and isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def strings(value: Value) -> list[str | None]:
+    """The elements of an array of strings; [] for anything else. An element that is no string is None."""
+    if isinstance(value, str):
+        return [value]
+    return [text(v) for v in value] if isinstance(value, list) else []
+
+
+def parse_json(raw: str) -> Json:
+    """The value of a JSON text, lone surrogates replaced by U+FFFD. Raises ValueError if it is no JSON."""
+    try:
+        value = json.loads(raw)
+    except RecursionError as e:
+        raise ValueError("nested too deeply") from e
+    return clean(value) if _ESCAPED_SURROGATE.search(raw) else value
+
+
+def clean(value: Json) -> Json:
+    """The same JSON value without lone surrogates, which no UTF-8 can hold."""
+    if isinstance(value, str):
+        return _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [clean(v) for v in cast("list[Json]", value)]
+    if isinstance(value, dict):
+        return {clean(k): clean(v) for k, v in cast("dict[str, Json]", value).items()}
+    return value
+
+
+def dump_json(value: Json) -> str:
+    """JSON text as it is stored in a column; NaN and infinity, which JSON lacks, become null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_plain)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), default=_plain)
+
+
+def _plain(value: object) -> Json:
+    if isinstance(value, np.ndarray):
+        return cast("list[Json]", value.tolist())
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    return str(value)
+
+
+def _finite(value: Json) -> Json:
+    if isinstance(value, np.ndarray):
+        value = cast("list[Json]", value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [_finite(v) for v in cast("list[Json]", value)]
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in cast("Mapping[str, Json]", value).items()}
+    return value
+
+
+def structured(value: Value) -> Json:
+    """A JSON-like attribute: JSON text is parsed, an AnyValue is taken as it is. Raises ValueError on cut JSON."""
+    if isinstance(value, str):
+        return parse_json(value)
+    if isinstance(value, np.ndarray):
+        return cast("list[Json]", value.tolist())
+    return clean(value)
+
+
+def token_ids(value: Value, name: str, *, foreign: bool = False) -> Ids:
+    """Token ids of any encoding (design section 3), as int32 of shape (n,).
+
+    bytes are packed little-endian int32, a string is base64 of those; foreign dialects may also send JSON text or doubles.
+    """
+    if value is None:
+        return Ids(None)
+    if isinstance(value, str) and foreign and value.lstrip()[:1] == "[":
+        try:
+            value = cast("Value", parse_json(value))
+        except ValueError as e:
+            return Ids(None, ("truncated_attribute", f"{name}: JSON that does not parse ({e})"))
+    if isinstance(value, str | bytes):
+        packed, fault = _unpack(value, name)
+        return Ids(None, fault) if packed is None else _in_range(np.frombuffer(packed, "<i4"), name)
+    if isinstance(value, list):
+        if any(isinstance(v, bool) or not isinstance(v, int | float) for v in value):
+            return Ids(None, ("bad_token_id", f"{name}: expected integers, found {_kinds(value)}"))
+        value = np.asarray(value) if value else np.zeros(0, np.int64)
+    if not isinstance(value, np.ndarray):
+        return Ids(None, ("bad_token_id", f"{name}: expected token ids, found {type(value).__name__}"))
+    if value.dtype.kind == "f":
+        if not foreign or not np.all(np.isfinite(value)) or np.any(value != np.floor(value)):
+            return Ids(None, ("bad_token_id", f"{name}: expected integers, found doubles"))
+        value = np.clip(value, -1, 2**31).astype(np.int64)
+    return _in_range(value, name)
+
+
+def _in_range(ids: np.ndarray, name: str) -> Ids:
+    if ids.dtype.kind not in "iu":
+        return Ids(None, ("bad_token_id", f"{name}: expected integers, found {ids.dtype}"))
+    wrong = np.flatnonzero((ids < 0) | (ids >= 2**31))
+    if wrong.size:
+        at = int(wrong[0])
+        # Of ids that cannot be used only the number matters: they are counted as quarantined tokens.
+        return Ids(np.full(ids.shape, -1, np.int32), ("bad_token_id", f"{name}[{at}] is {int(ids[at])}"))
+    return Ids(ids.astype(np.int32))
+
+
+def logprobs(value: Value, name: str, *, foreign: bool = False) -> Probs:
+    """Log probabilities of any encoding, as float32 of shape (n,); a list with a null is not a list."""
+    if value is None:
+        return Probs(None)
+    if isinstance(value, str) and foreign and value.lstrip()[:1] == "[":
+        try:
+            value = cast("Value", parse_json(value))
+        except ValueError as e:
+            return Probs(None, ("truncated_attribute", f"{name}: JSON that does not parse ({e})"))
+    if isinstance(value, str | bytes):
+        packed, fault = _unpack(value, name)
+        return Probs(None, fault) if packed is None else _probable(np.frombuffer(packed, "<f4"), name)
+    if isinstance(value, list):
+        if any(v is None for v in value):
+            return Probs(None, hole=True)
+        if any(isinstance(v, bool) or not isinstance(v, int | float) for v in value):
+            return Probs(None, ("nonfinite_logprob", f"{name}: expected numbers, found {_kinds(value)}"))
+        value = np.asarray(value, np.float64)
+    if not isinstance(value, np.ndarray):
+        return Probs(None, ("nonfinite_logprob", f"{name}: expected numbers, found {type(value).__name__}"))
+    return _probable(value, name)
+
+
+def _probable(values: np.ndarray, name: str) -> Probs:
+    fine = (values <= LOGPROB_NOISE) & (values > -math.inf)
+    if not fine.all():
+        at = int(np.flatnonzero(~fine)[0])
+        return Probs(values.astype(np.float32), ("nonfinite_logprob", f"{name}[{at}] is {float(values[at])}"))
+    return Probs(values.astype(np.float32))
+
+
+def _unpack(value: str | bytes, name: str) -> tuple[bytes | None, Fault | None]:
+    if isinstance(value, str):
+        try:
+            value = base64.b64decode(value, validate=True)
+        except (binascii.Error, ValueError):
+            return None, ("truncated_attribute", f"{name}: {len(value)} characters that are no whole base64")
+    if len(value) % 4:
+        return None, ("truncated_attribute", f"{name}: {len(value)} bytes are no whole number of 4-byte elements")
+    return value, None
+
+
+def _kinds(values: list[Value]) -> str:
+    return ", ".join(sorted({type(v).__name__ for v in values}))
