@@ -24,12 +24,14 @@ _HOMES = {
 """The module that each public name comes from."""
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name from its module (PEP 562)."""
-    if name == "__version__":
-        from importlib.metadata import version
+if not TYPE_CHECKING:  # a type checker would take any name for granted
 
-        return version("spanmill")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'spanmill' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    def __getattr__(name: str) -> Any:
+        """Import a public name from its module (PEP 562)."""
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version("spanmill")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'spanmill' has no attribute {name!r}")
+        return getattr(import_module(_HOMES[name]), name)
