@@ -1,0 +1,73 @@
+"""Receiving: OTLP over gRPC and HTTP into the journal. What was acknowledged is on disk."""
+
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.routing import BaseRoute
+
+from spanmill.collector import receive_grpc
+from spanmill.collector.config import Address, ServeConfig
+from spanmill.collector.ingest import Ingest
+from spanmill.collector.journal import JournalWriter
+from spanmill.collector.receive_http import HttpServer, build_app
+from spanmill.errors import ConfigError
+
+
+class Receiver:
+    """Both servers, running."""
+
+    def __init__(
+        self, ingest: Ingest, grpc: Any, grpc_address: Address, http: HttpServer, http_address: Address
+    ) -> None:
+        self.grpc_address = grpc_address
+        """With the port that was bound."""
+        self.http_address = http_address
+        self._ingest = ingest
+        self._grpc = grpc
+        self._http = http
+
+    def counts(self) -> dict[str, int]:
+        """As `Ingest.counts`."""
+        return self._ingest.counts()
+
+    def stop(self, timeout: float) -> None:
+        """Takes no further request, and waits up to `timeout` seconds for those in flight.
+
+        The rest are cancelled, which their senders take as a failure to be repeated. Close the journal after it.
+        """
+        deadline = time.monotonic() + timeout
+        stopped = self._grpc.stop(timeout)
+        self._http.begin_stop(timeout)
+        stopped.wait(timeout)
+        self._http.join(max(0.0, deadline - time.monotonic()) + 1)
+
+
+def start_receiver(config: ServeConfig, journal: JournalWriter, routes: Sequence[BaseRoute] = ()) -> Receiver:
+    """Serves OTLP on `config.grpc` and `config.http`, the latter with `routes` beside its own.
+
+    Raises ConfigError if an address cannot be had.
+    """
+    ingest = Ingest(journal, config.max_message_mib << 20, config.max_inflight_mib << 20)
+    listener = _listen("--http", config.http)
+    try:
+        # grpc says that an address cannot be had, but not why.
+        _listen("--grpc", config.grpc).close()
+        grpc, port = receive_grpc.start(ingest, config.grpc)
+    except ConfigError:
+        listener.close()
+        raise
+    http_port = listener.getsockname()[1]
+    http = HttpServer(build_app(ingest, routes), listener)
+    return Receiver(ingest, grpc, config.grpc._replace(port=port), http, config.http._replace(port=http_port))
+
+
+def _listen(flag: str, address: Address) -> socket.socket:
+    """A listening socket that is alone on its port."""
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, name = min(found, key=lambda info: info[0] != socket.AF_INET)
+        return socket.create_server(name, family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(f"{flag} {address} cannot be listened on: {error.strerror or error}") from error

@@ -1,0 +1,218 @@
+"""OTLP/HTTP, and what else may be posted: rewards and flushes."""
+
+import asyncio
+import math
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final
+
+import uvicorn
+from google.protobuf.json_format import MessageToJson
+from google.protobuf.message import Message
+from google.rpc.code_pb2 import INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED, UNAVAILABLE, UNIMPLEMENTED
+from google.rpc.status_pb2 import Status
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from spanmill.collector import rewards
+from spanmill.collector.compression import ENCODINGS
+from spanmill.collector.ingest import RETRY_AFTER_S, Answer, Ingest, Lease
+from spanmill.collector.journal import Kind
+
+_PROTO: Final = "application/x-protobuf"
+_JSON: Final = "application/json"
+_TRACES: Final = {_PROTO: Kind.TRACES_PROTO, _JSON: Kind.TRACES_JSON}
+_LOGS: Final = {_PROTO: Kind.LOGS_PROTO, _JSON: Kind.LOGS_JSON}
+_HTTP_STATUS: Final[Mapping[int, int]] = {
+    INVALID_ARGUMENT: 400,
+    RESOURCE_EXHAUSTED: 413,
+    UNAVAILABLE: 503,
+}
+_CODE: Final[Mapping[int, int]] = {404: NOT_FOUND, 405: UNIMPLEMENTED}
+_UPLOAD_TIMEOUT_S: Final = 120
+"""A sender that died in the middle of its request does not keep its share of the byte budget for ever."""
+_KEEP_ALIVE_S: Final = 75
+"""Longer than exporters wait between two requests."""
+_INLINE_BYTES: Final = 1 << 18
+"""A protobuf body up to here is checked at once: the hop to a thread would cost more."""
+
+Handler = Callable[[Ingest, Request, Lease], Awaitable[Response | Answer]]
+"""Answers with a response, or with the answer of a refusal."""
+
+
+def build_app(ingest: Ingest, routes: Sequence[BaseRoute] = ()) -> Starlette:
+    """The application: OTLP, rewards, flush and health, and the `routes` of others."""
+    handlers: dict[str, Handler] = {
+        "/v1/traces": _exporter(_TRACES),
+        "/v1/logs": _exporter(_LOGS),
+        "/v1/metrics": _ignore,
+        "/v1/rewards": _rewards,
+        "/v1/flush": _flush,
+    }
+    own = [Route(path, _endpoint(ingest, handler), methods=["POST"]) for path, handler in handlers.items()]
+    return Starlette(
+        routes=[*own, Route("/healthz", _healthz, methods=["GET"]), *routes],
+        exception_handlers={HTTPException: _http_error},
+    )
+
+
+class HttpServer:
+    """Serves an application in a thread of its own, on a socket that listens."""
+
+    def __init__(self, app: Starlette, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            loop="uvloop",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listener]}, name="spanmill-http", daemon=True
+        )
+        self._thread.start()
+
+    def begin_stop(self, timeout: float) -> None:
+        """Takes no further request; those in flight have `timeout` seconds to end."""
+        self._server.config.timeout_graceful_shutdown = math.ceil(timeout)
+        self._server.should_exit = True
+
+    def join(self, timeout: float) -> None:
+        """Waits until all have ended."""
+        self._thread.join(timeout)
+
+
+def _endpoint(ingest: Ingest, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            with ingest.lease() as lease:
+                result = await handler(ingest, request, lease)
+        except HTTPException:
+            raise
+        except ClientDisconnect:
+            return Response(status_code=400)  # to nobody
+        except Exception as error:
+            result = ingest.failed(error)
+        if isinstance(result, Response):
+            return result
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if result.retryable else {}
+        return _error(request, _HTTP_STATUS[result.code], result.status(), headers)
+
+    return endpoint
+
+
+def _exporter(kinds: Mapping[str, Kind]) -> Handler:
+    async def export(ingest: Ingest, request: Request, lease: Lease) -> Response | Answer:
+        media = _media_type(request, kinds)
+        body = await _body(ingest, request, lease)
+        if isinstance(body, Answer):
+            return body
+        kind = kinds[media]
+        if media == _PROTO and len(body) <= _INLINE_BYTES:
+            checked, stored = ingest.begin(kind, body)
+        else:
+            checked, stored = await asyncio.to_thread(ingest.begin, kind, body)
+        if stored is not None:
+            await asyncio.wrap_future(stored)
+        return _message(media, 200, ingest.accepted(kind, checked).success())
+
+    return export
+
+
+async def _ignore(ingest: Ingest, request: Request, lease: Lease) -> Response | Answer:
+    media = _media_type(request, _TRACES)
+    body = await _body(ingest, request, lease)
+    if isinstance(body, Answer):
+        return body
+    ingest.count("ignored_metrics")
+    return _message(media, 200, Answer().success())
+
+
+async def _rewards(ingest: Ingest, request: Request, lease: Lease) -> Response | Answer:
+    # JSON only: a web page may post other types across sites without asking first.
+    _media_type(request, [_JSON])
+    body = await _body(ingest, request, lease)
+    if isinstance(body, Answer):
+        return body
+    received_ns = time.time_ns()
+    posted = await asyncio.to_thread(rewards.parse, body, received_ns)
+    if posted:
+        await asyncio.wrap_future(ingest.journal.append_async(Kind.REWARDS, rewards.encode(posted), received_ns))
+    ingest.count("rewards", len(posted))
+    return JSONResponse({"accepted": len(posted)})
+
+
+async def _flush(ingest: Ingest, request: Request, lease: Lease) -> Response | Answer:
+    await asyncio.wrap_future(ingest.journal.append_async(Kind.FLUSH, b"", time.time_ns()))
+    return JSONResponse({"accepted": 1}, status_code=202)
+
+
+async def _healthz(request: Request) -> Response:
+    return PlainTextResponse("ok\n")
+
+
+def _media_type(request: Request, known: Sequence[str] | Mapping[str, object]) -> str:
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media not in known:
+        raise HTTPException(415, f"Content-Type {media or 'missing'}: expected {' or '.join(known)}")
+    return media
+
+
+async def _body(ingest: Ingest, request: Request, lease: Lease) -> bytes | Answer:
+    """The decompressed body, or why there is none."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity", *ENCODINGS):
+        accepted = ", ".join(ENCODINGS)
+        raise HTTPException(415, f"Content-Encoding {encoding}: expected {accepted}", {"Accept-Encoding": accepted})
+    length = request.headers.get("content-length", "")
+    declared = int(length) if length.isdecimal() else 0
+    if declared > ingest.max_message_bytes:
+        return ingest.too_large()
+    if not lease.grow(declared):
+        return ingest.overloaded()
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(_UPLOAD_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > ingest.max_message_bytes:
+                    return ingest.too_large()
+                if not declared and not lease.grow(len(chunk)):
+                    return ingest.overloaded()
+                chunks.append(chunk)
+    except TimeoutError:
+        return ingest.stalled(_UPLOAD_TIMEOUT_S)
+    body = b"".join(chunks)
+    if encoding in ENCODINGS:
+        return await asyncio.to_thread(ingest.unpacked, encoding, body, lease)
+    return body
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    status = Status(code=_CODE.get(error.status_code, INVALID_ARGUMENT), message=error.detail)
+    return _error(request, error.status_code, status, error.headers or {})
+
+
+def _error(request: Request, http_status: int, status: Status, headers: Mapping[str, str]) -> Response:
+    """In the type of the request; JSON if that has none of ours."""
+    media = _PROTO if request.headers.get("content-type", "").strip().lower().startswith(_PROTO) else _JSON
+    return _message(media, http_status, status, headers)
+
+
+def _message(media: str, http_status: int, message: Message, headers: Mapping[str, str] | None = None) -> Response:
+    body = message.SerializeToString() if media == _PROTO else MessageToJson(message, indent=None)
+    return Response(body, http_status, headers, media_type=media)
