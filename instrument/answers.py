@@ -89,7 +89,7 @@ def _logprobs(source: Any) -> list[Any] | None:
 
 
 def _policy_versions(source: Any) -> list[dict[str, Any]] | None:
-    """vLLM's `weight_versions`, `[start, end)` over the response tokens, as runs."""
+    """Runs from `weight_versions`, in which vLLM states `[start, end)` over the response tokens."""
     if not isinstance(source, (list, tuple)) or not source:
         return None
     runs = ((str(_get(s, "version")), int(_get(s, "start")), int(_get(s, "end"))) for s in cast("list[Any]", source))

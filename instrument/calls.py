@@ -117,7 +117,11 @@ class Call:
 
     def __enter__(self) -> "Call":
         with guarded("call start"):
-            self._attributes = {CAPTURE: "client", GEN_AI_OPERATION: self._operation, **request_attributes(**self._request)}
+            self._attributes = {
+                CAPTURE: "client",
+                GEN_AI_OPERATION: self._operation,
+                **request_attributes(**self._request),
+            }
             self._around = provider.ambient()
             self._span = self._start()
             self._token = attach(trace.set_span_in_context(self._span, self._around))
@@ -156,9 +160,9 @@ class Call:
     ) -> None:
         """Record one choice: (P,) prompt ids, (R,) sampled ids, (R,) natural logarithms of their probabilities.
 
-        Ids and logprobs may be lists, tuples, arrays, numpy arrays or torch tensors. `response` is the assistant message
-        in OpenAI chat shape, or its text. `policy_versions` are runs over the response, `{"version", "start", "length"}`.
-        An answer that is given no `finish_reason` counts as cut off, and is not trained on.
+        Ids and logprobs may be lists, tuples, arrays, numpy arrays or torch tensors. `response` is the assistant
+        message in OpenAI chat shape, or its text. `policy_versions` are runs over the response,
+        `{"version", "start", "length"}`. An answer without `finish_reason` counts as cut off and is not trained on.
         """
         self._record(
             choice,
@@ -176,12 +180,16 @@ class Call:
         with guarded("call record"):
             span = self._span_of(choice)
             if span is None:
-                report("record outside", "call.record: the call is not going on: record inside `with spanmill.call(...)`")
+                report(
+                    "record outside", "call.record: the call is not going on: record inside `with spanmill.call(...)`"
+                )
                 return
             for name, value in {**answer_attributes(**answer), **token_attributes(*token_data)}.items():
                 span.set_attribute(name, value)  # pyright: ignore[reportArgumentType]  # bytes, where this SDK keeps them
 
-    def from_response(self, response: Any, *, policy_version: str | int | None = None, logprobs_mode: str | None = None) -> None:
+    def from_response(
+        self, response: Any, *, policy_version: str | int | None = None, logprobs_mode: str | None = None
+    ) -> None:
         """Record every choice of an OpenAI-compatible answer, chat or completions, object or dict.
 
         Token ids are there if the request asked for them (vLLM: `return_token_ids`), logprobs likewise.
@@ -220,7 +228,9 @@ class Call:
         own = attributes.get(GEN_AI_RESPONSE_ID) or trace.format_span_id(span.get_span_context().span_id)
         return f"{own}#{choice}" if choice else str(own)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         with guarded("call end"):
             if self._token is not None:
                 token, self._token = self._token, None
@@ -239,7 +249,9 @@ class Call:
     async def __aenter__(self) -> "Call":
         return self.__enter__()
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.__exit__(kind, error, traceback)
 
 
@@ -255,10 +267,10 @@ def call(
     n: int | None = None,
     operation: str = CHAT,
 ) -> Call:
-    """A block (`with` or `async with`) around one LLM call; what it sampled is recorded with `record` or `from_response`.
+    """A block (`with` or `async with`) around one LLM call: `record` or `from_response` inside it what was sampled.
 
-    `messages` and `tools` are in OpenAI chat shape. The call belongs to the rollout around it. An exception that leaves the
-    block before anything was recorded makes the call a failed one; a later one does not spoil a complete answer.
+    `messages` and `tools` are in OpenAI chat shape. The call belongs to the rollout around it. An exception that leaves
+    the block before anything was recorded makes the call a failed one; a later one does not spoil a complete answer.
 
         with spanmill.call("policy", messages=messages, temperature=1.0) as c:
             answer = client.chat.completions.create(..., logprobs=True, extra_body={"return_token_ids": True})

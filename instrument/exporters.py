@@ -37,13 +37,13 @@ def with_scheme(endpoint: str) -> str:
 
 
 def protocol_of(endpoint: str) -> str:
-    """The protocol in which an endpoint is spoken to where nobody says: HTTP on its standard port or path, else gRPC."""
+    """The protocol in which an endpoint is spoken to if nobody says: HTTP on its standard port or path, else gRPC."""
     url = urlsplit(with_scheme(endpoint))
     return HTTP if url.port == HTTP_PORT or url.path.endswith(TRACES_PATH) else GRPC
 
 
 def target(endpoint: str | None = None) -> Target:
-    """Where spans go: `endpoint` (a base URL or the full one), else what the environment says, else the standard port."""
+    """Where spans go: `endpoint` (a base URL or the full one), else what the environment says, else localhost."""
     said = endpoint or os.environ.get(TRACES_ENDPOINT) or os.environ.get(ENDPOINT) or ""
     protocol = os.environ.get(TRACES_PROTOCOL) or os.environ.get(PROTOCOL) or protocol_of(said)
     url = with_scheme(said or f"http://localhost:{HTTP_PORT if protocol == HTTP else 4317}")

@@ -127,7 +127,9 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Identity | None
 def headers(identity: Identity) -> dict[str, str]:
     """As request headers; what no header can carry (control characters, text outside ASCII) is left out."""
     texts = {f.header: str(value) for f in FIELDS if (value := getattr(identity, f.name)) is not None}
-    return {name: text for name, text in texts.items() if text.isascii() and text.isprintable() and text == text.strip()}
+    return {
+        name: text for name, text in texts.items() if text.isascii() and text.isprintable() and text == text.strip()
+    }
 
 
 def environment(identity: Identity, environ: Mapping[str, str]) -> dict[str, str]:
@@ -135,6 +137,8 @@ def environment(identity: Identity, environ: Mapping[str, str]) -> dict[str, str
     parts = {f: str(value) for f in FIELDS if (value := getattr(identity, f.name)) is not None}
     kept = {name: value for name, value in environ.items() if name not in {f.env for f in FIELDS}}
     ours = {f.attribute for f in FIELDS}
-    resource = [i for i in kept.get(RESOURCE_ATTRIBUTES, "").split(",") if i.strip() and i.partition("=")[0].strip() not in ours]
+    resource = [
+        i for i in kept.get(RESOURCE_ATTRIBUTES, "").split(",") if i.strip() and i.partition("=")[0].strip() not in ours
+    ]
     resource += [f"{f.attribute}={quote(text, safe='')}" for f, text in parts.items()]
     return kept | {f.env: text for f, text in parts.items()} | {RESOURCE_ATTRIBUTES: ",".join(resource)}

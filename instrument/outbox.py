@@ -1,7 +1,7 @@
 """The way out: a bounded queue of finished spans and one thread that exports them in batches measured in bytes.
 
-`put` costs the program a few microseconds whatever the collector does. What does not fit is dropped and counted; a batch
-that the exporter could not deliver is offered again a few times, then counted as failed.
+`put` costs the program a few microseconds whatever the collector does. What does not fit is dropped and counted; a
+batch that the exporter could not deliver is offered again a few times, then counted as failed.
 """
 
 import logging
@@ -28,6 +28,8 @@ SENDS: Final = 3
 
 RESEND_DELAY_S: Final = 1.0
 CLOSE_S: Final = 0.5
+UNDELIVERED: Final = "undelivered"
+"""The kind under which the one warning about a collector that cannot be reached is given."""
 
 _thread = threading.local()
 
@@ -40,7 +42,7 @@ def _quiet_while_sending(_: logging.LogRecord) -> bool:
 class Outbox:
     """Finished spans on their way to one exporter.
 
-    The exporter is made by the sending thread when the first span goes out, so that its imports cost the program nothing.
+    The exporter is made by the sending thread when the first span goes out: its imports cost the program nothing.
     `delay_s` is how long a span may wait for others; `max_bytes` bounds what is held, by the encoded size of the spans.
     """
 
@@ -86,7 +88,9 @@ class Outbox:
             else:
                 self.dropped += 1
         if not taken:
-            report("dropped", "the collector does not keep up, or the process is ending: spans are dropped", counted=False)
+            report(
+                "dropped", "the collector does not keep up, or the process is ending: spans are dropped", counted=False
+            )
 
     def flush(self, timeout_s: float) -> bool:
         """Send everything queued so far and wait for it at most this long; True if all of it was delivered."""
@@ -117,6 +121,7 @@ class Outbox:
         with self._changed:
             self.failed += len(self._queue)
             self._queue.clear()
+            self._done = self._accepted  # nobody need wait for them any more
         return delivered
 
     def _start(self) -> None:
@@ -176,12 +181,16 @@ class Outbox:
                 if self._exporter.export(spans) is SpanExportResult.SUCCESS:
                     return True
             except Exception as error:
-                report("export", f"spans cannot be exported: {error!r}", counted=False)
+                report(UNDELIVERED, f"spans cannot be exported: {error!r}", counted=False)
                 return False
             with self._changed:
                 if attempt + 1 == SENDS or self._changed.wait_for(lambda: self._closing, RESEND_DELAY_S):
                     break
-        report("export", "spans cannot be delivered: is the collector reachable at OTEL_EXPORTER_OTLP_ENDPOINT?", counted=False)
+        report(
+            UNDELIVERED,
+            "spans cannot be delivered: is the collector reachable at OTEL_EXPORTER_OTLP_ENDPOINT?",
+            counted=False,
+        )
         return False
 
 

@@ -1,6 +1,7 @@
 """Token ids and logprobs as packed attribute values: little-endian int32 and float32, as bytes or as base64 of them.
 
-Lists, tuples, arrays and anything with the buffer protocol (numpy) or `tolist` (torch) are packed without a Python loop.
+Lists, tuples, arrays and anything with the buffer protocol (numpy) or `tolist` (torch) are packed without a loop over
+the tokens in Python.
 """
 
 import sys
@@ -8,12 +9,18 @@ from array import array
 from base64 import b64encode
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, Final, Literal
+from typing import Any, Final, cast
 
 from opentelemetry.attributes import BoundedAttributes
 
 from spanmill.instrument.reports import report
-from spanmill.semconv import PROMPT_TOKEN_COUNT, PROMPT_TOKEN_IDS, RESPONSE_LOGPROBS, RESPONSE_TOKEN_COUNT, RESPONSE_TOKEN_IDS
+from spanmill.semconv import (
+    PROMPT_TOKEN_COUNT,
+    PROMPT_TOKEN_IDS,
+    RESPONSE_LOGPROBS,
+    RESPONSE_TOKEN_COUNT,
+    RESPONSE_TOKEN_IDS,
+)
 
 Packed = bytes | str | list[int]
 """An attribute value: packed bytes, base64 of them, or a plain list of ids that int32 cannot hold."""
@@ -25,33 +32,31 @@ NO_IDS: Final = ("e", "f", "d", "?")
 @cache
 def keeps_bytes() -> bool:
     """Whether this OpenTelemetry SDK keeps `bytes` attributes as they are (1.45 and later; before, they are lost)."""
-    return BoundedAttributes(attributes={"probe": b"\xff"}).get("probe") == b"\xff"
+    return BoundedAttributes(attributes={"probe": b"x"}).get("probe") == b"x"
 
 
-def _array(code: Literal["i", "f"], values: Any) -> array[Any]:
-    """`values` as an array of 4-byte numbers. Raises TypeError, ValueError or OverflowError for what is none."""
+def _array(code: str, values: Any) -> "array[Any]":
+    """`values` as an array of int32 ("i") or float32 ("f"). Raises TypeError, ValueError or OverflowError."""
     if isinstance(values, (str, bytes, bytearray, dict)):
-        raise TypeError(f"{type(values).__name__} is no list of numbers")
-    if isinstance(values, array) and values.typecode == code:
-        return array(code, values)
+        raise TypeError("not a list of numbers")
+    packed = cast("array[Any]", array(code))
     try:
         view = memoryview(values)
     except TypeError:
-        flat = values.tolist() if hasattr(values, "tolist") else values
-        return array(code, flat)
+        packed.extend(values.tolist() if hasattr(values, "tolist") else values)
+        return packed
     if view.ndim != 1:
         raise ValueError(f"expected one dimension, found {view.ndim}")
-    packed = array(code)
+    if code == "i" and view.format in NO_IDS:
+        raise TypeError(f"numbers of format {view.format} are no token ids")
     if view.format == code and view.c_contiguous:
         packed.frombytes(view)
-    elif code == "i" and view.format in NO_IDS:
-        raise TypeError(f"numbers of format {view.format} are no token ids")
     else:
         packed.extend(values.tolist() if hasattr(values, "tolist") else view.tolist())
     return packed
 
 
-def _wire(packed: array[Any]) -> bytes | str:
+def _wire(packed: "array[Any]") -> bytes | str:
     if sys.byteorder == "big":
         packed.byteswap()
     data = packed.tobytes()
@@ -89,7 +94,10 @@ def pack_logprobs(logprobs: Iterable[float] | None) -> tuple[bytes | str, int] |
     try:
         packed = _array("f", values)
     except (TypeError, ValueError, OverflowError) as error:
-        report("logprobs", f"logprobs: expected numbers without a gap, found {type(logprobs).__name__} ({error}); they are not recorded")
+        report(
+            "logprobs",
+            f"logprobs: expected numbers without a gap, found {type(logprobs).__name__} ({error}); not recorded",
+        )
         return None
     return _wire(packed), len(packed)
 
@@ -99,7 +107,7 @@ def token_attributes(
     response_token_ids: Iterable[int] | None = None,
     logprobs: Iterable[float] | None = None,
 ) -> dict[str, Packed | int]:
-    """Attributes of an LLM call span for its (P,) prompt ids, (R,) response ids and (R,) logprobs, with their counts."""
+    """Attributes of an LLM call span for its (P,) prompt ids, (R,) response ids and (R,) logprobs, and counts."""
     found: dict[str, Packed | int] = {}
     if (prompt := pack_ids(prompt_token_ids, "prompt_token_ids")) is not None:
         found[PROMPT_TOKEN_IDS], found[PROMPT_TOKEN_COUNT] = prompt

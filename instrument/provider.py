@@ -2,7 +2,7 @@
 
 Our spans are made by our own provider, whatever the program uses, so that its sampler, its attribute limits and the
 spans-not-bytes batches of its exporter cannot cost token data, and so that its telemetry is not flooded with ours. A
-provider that the program has set gets our processor too: its spans learn their rollout and a copy goes to the collector.
+provider that the program has set gets our processor too: its spans learn their rollout, a copy goes to the collector.
 
     SPANMILL_EXIT_TIMEOUT    seconds that the end of the process may wait for the collector (5)
     SPANMILL_QUEUE_MIB       what may wait for the collector (128)
@@ -18,13 +18,16 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
-from opentelemetry import baggage, propagate, trace
+from opentelemetry import baggage, trace
+from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context, get_current
+from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from spanmill.instrument import identity
 from spanmill.instrument.exporters import make_exporter, target
@@ -34,7 +37,7 @@ from spanmill.semconv import ROLLOUT_ID, ROLLOUT_STARTED
 
 SCOPE: Final = "spanmill"
 ATTRIBUTE_LIMIT: Final = 10_000
-"""Flattened dialects reach OpenTelemetry's default of 128 at some sixty messages, and then lose the oldest attributes."""
+"""Flattened dialects reach OpenTelemetry's default of 128 at some sixty messages, then lose the oldest attributes."""
 
 
 class Counters(NamedTuple):
@@ -123,6 +126,12 @@ class _Pipeline:
         self.child_end_is_hooked = False
 
 
+PROPAGATOR: Final = CompositePropagator([TraceContextTextMapPropagator(), W3CBaggagePropagator()])
+"""Between our own processes, whatever propagators the program uses."""
+
+HANDED_DOWN: Final = ("traceparent", "tracestate", "baggage")
+"""What a parent process sets in the environment, in capitals."""
+
 _made: _Pipeline | None = None
 _making = threading.Lock()
 on_process_end: Final[list[Callable[[], None]]] = []
@@ -158,7 +167,7 @@ def _pipeline() -> _Pipeline:
             if _made is None:
                 to = target()
                 _made = _Pipeline(_outbox(lambda: make_exporter(to)), to.host)
-                atexit.register(_at_exit)
+                atexit.register(close)
                 os.register_at_fork(after_in_child=_after_fork)
     return _made
 
@@ -166,8 +175,8 @@ def _pipeline() -> _Pipeline:
 def configure(*, endpoint: str | None = None, exporter: SpanExporter | None = None) -> None:
     """Send spans somewhere else than the environment says: to an OTLP endpoint (a URL), or to any exporter.
 
-    Spans that are queued already still go where they were meant to, which may take as long as at the end of the process;
-    the counters start anew. An exporter is called from a thread of ours. For spans in memory:
+    Spans that are queued already still go where they were meant to, which may take as long as at the end of the
+    process; the counters start anew. An exporter is called from a thread of ours. For spans in memory:
     `configure(exporter=InMemorySpanExporter())`, later `flush()`.
     """
     pipeline = _pipeline()
@@ -210,15 +219,35 @@ def ambient() -> Context:
     A parent hands it down as `TRACEPARENT` and `BAGGAGE` in the environment.
     """
     current = get_current()
-    if trace.get_current_span(current).get_span_context().is_valid or baggage.get_baggage(ROLLOUT_ID, current) is not None:
+    if (
+        trace.get_current_span(current).get_span_context().is_valid
+        or baggage.get_baggage(ROLLOUT_ID, current) is not None
+    ):
         return current
-    carrier = {name: value for name in ("traceparent", "tracestate", "baggage") if (value := os.environ.get(name.upper()))}
-    return propagate.extract(carrier, current) if carrier else current
+    carrier = {name: value for name in HANDED_DOWN if (value := os.environ.get(name.upper()))}
+    return PROPAGATOR.extract(carrier, current) if carrier else current
 
 
 def flush(timeout_s: float = 30.0) -> bool:
     """Send every finished span now and wait for the collector at most `timeout_s`; True if it took them all."""
     return _made is None or _made.outbox.flush(timeout_s)
+
+
+def close(timeout_s: float | None = None) -> bool:
+    """End the rollouts that are still open, flush, and emit nothing more; True if the collector took everything.
+
+    Called by itself when the process ends. The default timeout is `SPANMILL_EXIT_TIMEOUT`.
+    """
+    if _made is None:
+        return True
+    for call in on_process_end:
+        call()
+    return _made.outbox.close(exit_timeout_s() if timeout_s is None else timeout_s)
+
+
+def destination() -> str:
+    """Host and port that spans go to; "" for an exporter of the program's own."""
+    return _pipeline().host
 
 
 def counters() -> Counters:
@@ -238,14 +267,7 @@ def _hook_child_end() -> None:
     util = sys.modules.get("multiprocessing.util")
     process = sys.modules.get("multiprocessing.process")
     if util is not None and process is not None and process.parent_process() is not None:
-        util.Finalize(None, _at_exit, exitpriority=0)
-
-
-def _at_exit() -> None:
-    if _made is not None:
-        for call in on_process_end:
-            call()
-        _made.outbox.close(exit_timeout_s())
+        util.Finalize(None, close, exitpriority=0)
 
 
 def _after_fork() -> None:
@@ -268,7 +290,7 @@ def _hook_sigterm() -> None:
             flush(exit_timeout_s())
             before(number, frame)
             return
-        _at_exit()
+        close()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

@@ -4,7 +4,7 @@ Emitting must never raise into the program that it observes, so every fault insi
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import count
 from typing import Final
@@ -26,6 +26,11 @@ def report(kind: str, message: str, *, counted: bool = True) -> None:
         LOGGER.warning("spanmill: %s (said once)", message)
 
 
+def keep_quiet(kind: str) -> None:
+    """Never warn of this kind of trouble: the caller will say it in its own words."""
+    _seen.add(kind)
+
+
 def ignored() -> int:
     """How many values and steps could not be recorded in this process."""
     return _ignored
@@ -40,9 +45,11 @@ def forget_reports() -> None:
 
 
 @contextmanager
-def guarded(what: str) -> Iterator[None]:
+def guarded(what: str) -> Generator[None]:
     """Run a step of the emitter: an exception inside is reported and goes no further."""
     try:
         yield
     except Exception as error:
-        report(f"{what}: {type(error).__name__}", f"{what} failed: {error!r}; the program goes on, this is not recorded")
+        report(
+            f"{what}: {type(error).__name__}", f"{what} failed: {error!r}; the program goes on, this is not recorded"
+        )

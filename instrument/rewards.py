@@ -21,18 +21,22 @@ def reward(
 ) -> None:
     """Reward the rollout that this code runs in, or, inside `spanmill.call`, that call.
 
-    `name` is "" or "reward" for rewards that count, "final" for the rollout's own, anything else for a metric. `call_id`
-    names the call that is meant (`Call.call_id()`); `rollout_id` and `attempt` another rollout than the current one.
-    `value` is an int, float, bool or anything else with a `float()`; NaN and infinity are sent as they are and
-    quarantined by the collector. What is no number is reported once, counted and not sent: nothing is raised.
+    `name` is None or "reward" for rewards that count, "final" for the rollout's own, anything else for a metric.
+    `call_id` names the call that is meant (`Call.call_id()`); `rollout_id` and `attempt` another rollout than the
+    current one. `value` is an int, float, bool or anything else with a `float()`; NaN and infinity are sent as they
+    are and quarantined by the collector. What is no number is reported once, counted and not sent: nothing is raised.
     """
     with guarded("reward"):
         number = _number(value)
         if number is None:
-            report("reward value", f"reward: expected a number, found {type(value).__name__} {value!r}; it is not recorded")
+            report(
+                "reward value", f"reward: expected a number, found {type(value).__name__} {value!r}; it is not recorded"
+            )
             return
         attributes: dict[str, str | int | float] = {REWARD_VALUE: number}
-        attributes |= {key: str(text) for key, text in ((REWARD_NAME, name), (REWARD_CALL_ID, call_id)) if text is not None}
+        attributes |= {
+            key: str(text) for key, text in ((REWARD_NAME, name), (REWARD_CALL_ID, call_id)) if text is not None
+        }
         tracer = provider.tracer()
         here = provider.ambient() if context is None else context
         if rollout_id is not None:

@@ -35,8 +35,8 @@ _open: Final[set["Rollout"]] = set()
 class Rollout:
     """A rollout that is going on: what `with spanmill.rollout(...) as r` gives. Sync and async, and a decorator.
 
-    `r.id`, `r.attempt` and `r.identity` say whose spans these are. `r.status` may be set to succeeded, failed, cancelled
-    or unknown; what is set there wins over what the end of the block says.
+    `r.id`, `r.attempt` and `r.identity` say whose spans these are. `r.status` may be set to succeeded, failed,
+    cancelled or unknown; what is set there wins over what the end of the block says.
     """
 
     def __init__(self, named: Identity | None, others: dict[str, Any]) -> None:
@@ -64,6 +64,12 @@ class Rollout:
         if self.identity is None:
             raise RuntimeError("the rollout has not begun: enter it with `with spanmill.rollout(...) as r`")
         return self.identity
+
+    @property
+    def context(self) -> Context:
+        """The context of the rollout's inside, for work done elsewhere. Raises RuntimeError before the start."""
+        self._entered()
+        return self._context or Context()
 
     @property
     def status(self) -> str | None:
@@ -99,10 +105,14 @@ class Rollout:
         self._token = attach(self._context)
         if not self._joined:
             now = time.time_ns()
-            tracer.start_span(ROLLOUT_STARTED, self._context, attributes={ROLLOUT_STARTED: True}, start_time=now).end(now)
+            tracer.start_span(ROLLOUT_STARTED, self._context, attributes={ROLLOUT_STARTED: True}, start_time=now).end(
+                now
+            )
             _open.add(self)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         with guarded("rollout end"):
             if self._token is not None:
                 token, self._token = self._token, None
@@ -133,7 +143,9 @@ class Rollout:
     async def __aenter__(self) -> "Rollout":
         return self.__enter__()
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.__exit__(kind, error, traceback)
 
     def __call__(self, function: F) -> F:
@@ -167,17 +179,17 @@ def rollout(
 ) -> Rollout:
     """A block (`with` or `async with`) or function whose spans make one rollout. Any number may run at once.
 
-    Without an id it is the process's own rollout where the environment names one (`SPANMILL_ROLLOUT_ID`, as `spanmill run`
-    sets it, or `spanmill.rollout.id` in `OTEL_RESOURCE_ATTRIBUTES`) and no other rollout is around it; else a new one with
-    a random id. Under `spanmill run` the process's own rollout is announced and ended by the command: the block adds a
-    status only if it raises or sets one. A rollout inside a rollout is a rollout of its own, and nothing is inherited but
-    its place in the trace.
+    Without an id it is the process's own rollout where the environment names one (`SPANMILL_ROLLOUT_ID`, as
+    `spanmill run` sets it, or `spanmill.rollout.id` in `OTEL_RESOURCE_ATTRIBUTES`) and no other rollout is around it;
+    else a new one with a random id. Under `spanmill run` the process's own rollout is announced and ended by the
+    command: the block adds a status only if it raises or sets one. A rollout inside a rollout is a rollout of its own,
+    and nothing is inherited but its place in the trace.
 
-    The status is succeeded, failed if an exception leaves the block, cancelled if that is a cancellation, Ctrl-C or the
-    closing of a generator; the exception goes on. Raises TypeError or ValueError, here and only here, for an id or number
-    that is of the wrong type, empty or negative.
+    The status is succeeded, failed if an exception leaves the block, cancelled if that is a cancellation, Ctrl-C or
+    the closing of a generator; the exception goes on. Raises TypeError or ValueError, here and only here, for an id or
+    number that is of the wrong type, empty or negative.
     """
-    others = {
+    given: dict[str, Any] = {
         "attempt": attempt,
         "group_id": group_id,
         "task_id": task_id,
@@ -185,7 +197,7 @@ def rollout(
         "group_size": group_size,
         "resources_id": resources_id,
     }
-    others = {name: value for name, value in others.items() if value is not None}
+    others = {name: value for name, value in given.items() if value is not None}
     checked = Identity("unnamed" if rollout_id is None else rollout_id, **others)
     return Rollout(None if rollout_id is None else checked, others)
 

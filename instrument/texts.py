@@ -25,7 +25,7 @@ def plain(value: Any) -> Any:
 
 
 def json_text(value: object, what: str) -> str | None:
-    """`value` as JSON in ASCII; None if there is none, text is not recorded, or it is too long or no JSON (reported)."""
+    """`value` as JSON in ASCII; None if there is none, or if it is too long or no JSON (reported)."""
     if value is None or not captures_text():
         return None
     try:

@@ -1,0 +1,209 @@
+"""`spanmill run -- CMD`: a command, in whatever language, as one rollout.
+
+The child finds its identity in its environment, in every form that some instrumentation or client library reads. The
+rollout is announced before it starts and ends with a status that its exit code decides. The command runs the same with
+no collector at all.
+"""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Final
+from uuid import uuid4
+
+from opentelemetry.context import Context
+
+from spanmill.errors import ConfigError
+from spanmill.instrument import identity, provider
+from spanmill.instrument.exporters import ENDPOINT, PROTOCOL, TRACES_ENDPOINT, TRACES_PATH, protocol_of, with_scheme
+from spanmill.instrument.identity import FIELDS, RUN, Identity
+from spanmill.instrument.outbox import UNDELIVERED
+from spanmill.instrument.reports import keep_quiet
+from spanmill.instrument.rollouts import Rollout
+
+SPANMILL_ENDPOINT: Final = "SPANMILL_ENDPOINT"
+CUSTOM_HEADERS: Final = ("OPENAI_CUSTOM_HEADERS", "ANTHROPIC_CUSTOM_HEADERS")
+"""Variables in which client libraries look for more request headers, a `Name: value` on each line."""
+
+FORWARDED: Final = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+FROM_TERMINAL: Final = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+"""Signals that a terminal sends to all processes in its foreground, the command included."""
+
+NOT_FOUND: Final = 127
+NOT_EXECUTABLE: Final = 126
+KILLED: Final = 128
+
+
+def run(
+    command: Sequence[str],
+    *,
+    rollout_id: str | None = None,
+    attempt: int | None = None,
+    group_id: str | None = None,
+    task_id: str | None = None,
+    mode: str | None = None,
+    endpoint: str | None = None,
+) -> int:
+    """Run `command` as one rollout and return its exit code.
+
+    That is 128 + n if signal n ended it, 127 if there is no such command, 126 if it cannot be executed. What is not
+    given is read from `SPANMILL_ROLLOUT_ID` and the like, unless an outer `spanmill run` set them; without an id the
+    rollout gets a new one. Raises ConfigError for a value that cannot be.
+    """
+    environ = dict(os.environ)
+    given = {"rollout_id": rollout_id, "attempt": attempt, "group_id": group_id, "task_id": task_id, "mode": mode}
+    own = _identity(given, environ)
+    endpoint = endpoint or environ.get(SPANMILL_ENDPOINT)
+    keep_quiet(UNDELIVERED)
+    if endpoint:
+        provider.configure(endpoint=endpoint)
+    with Rollout(own, {}) as rollout:
+        env = child_environment(own, environ, rollout.context, endpoint=endpoint)
+        code, interrupted = _run_child(command, env)
+        rollout.status = "succeeded" if code == 0 else "cancelled" if interrupted else "failed"
+    _say_what_is_lost(own, provider.close())
+    return code
+
+
+def child_environment(
+    own: Identity, environ: Mapping[str, str], context: Context, *, endpoint: str | None = None
+) -> dict[str, str]:
+    """The environment of a child process that is the rollout `own`, from that of its parent.
+
+    `context` is what the child's spans are to stand under; `endpoint` where they go, if not where `environ` says.
+    """
+    env = identity.environment(own, environ)
+    env[RUN] = own.rollout_id
+    env["OTEL_TRACES_SAMPLER"] = "always_on"
+    env["OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"] = env["OTEL_SPAN_EVENT_COUNT_LIMIT"] = str(provider.ATTRIBUTE_LIMIT)
+    cut = ("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT")  # would cut token arrays
+    for name in (*cut, "OTEL_TRACES_SAMPLER_ARG", *(handed.upper() for handed in provider.HANDED_DOWN)):
+        env.pop(name, None)
+    carrier: dict[str, str] = {}
+    provider.PROPAGATOR.inject(carrier, context)
+    env |= {name.upper(): value for name, value in carrier.items()}
+    for name in CUSTOM_HEADERS:
+        env[name] = _with_headers(env.get(name, ""), identity.headers(own))
+    if endpoint:
+        env.pop(TRACES_ENDPOINT, None)
+        env[ENDPOINT] = with_scheme(endpoint).removesuffix(TRACES_PATH)
+        env.setdefault(PROTOCOL, protocol_of(endpoint))
+    return env
+
+
+def _with_headers(lines: str, ours: Mapping[str, str]) -> str:
+    """Custom headers with ours in place of those of an outer rollout."""
+    names = {field.header for field in FIELDS}
+    kept = [line for line in lines.splitlines() if line.strip() and line.partition(":")[0].strip().lower() not in names]
+    return "\n".join([*kept, *(f"{name}: {value}" for name, value in ours.items())])
+
+
+def _identity(given: Mapping[str, Any], environ: Mapping[str, str]) -> Identity:
+    """What was given, else what the environment says, else a new rollout."""
+    ids = {field.env for field in FIELDS}
+    inherited = environ.get(RUN) is not None and environ.get(RUN) == environ.get("SPANMILL_ROLLOUT_ID")
+    said = {} if inherited else {name: value for name, value in environ.items() if name in ids and value}
+    parts: dict[str, Any] = {"rollout_id": uuid4().hex}
+    for field in FIELDS:
+        value = given.get(field.name)
+        if value is None and field.env in said:
+            value = said[field.env]
+            if field.is_int:
+                try:
+                    value = int(value)
+                except ValueError:
+                    raise ConfigError(f"{field.env}: expected a number, found {value!r}") from None
+        if value is not None:
+            parts[field.name] = value
+    try:
+        return Identity(**parts)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def _run_child(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, bool]:
+    """(exit code, whether Ctrl-C came)."""
+    relay = _Relay()
+    with relay.listening():
+        try:
+            child = subprocess.Popen(command, env=env)
+        except OSError as error:
+            print(f"spanmill run: {command[0]}: {error.strerror}", file=sys.stderr)
+            return (NOT_FOUND if error.errno == errno.ENOENT else NOT_EXECUTABLE), relay.interrupted
+        relay.attach(child)
+        code = child.wait()
+    return (KILLED - code if code < 0 else code), relay.interrupted
+
+
+class _Relay:
+    """Hands the signals that this process gets on to the child, those included that came before it was there."""
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+
+    @contextmanager
+    def listening(self) -> Generator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may handle signals; whoever calls from another one handles them
+            return
+        before = {number: signal.getsignal(number) for number in FORWARDED}
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # ignored here means ignored in the child: `nohup`, background jobs
+                signal.signal(number, self._handle)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                if handler is not None:
+                    signal.signal(number, handler)
+
+    def attach(self, child: "subprocess.Popen[bytes]") -> None:
+        self._child = child
+        for number in self._early:
+            child.send_signal(number)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self.interrupted = self.interrupted or number == signal.SIGINT
+        if self._child is None:
+            self._early.append(number)
+        elif number not in FROM_TERMINAL or not _in_foreground():
+            self._child.send_signal(number)
+
+
+def _in_foreground() -> bool:
+    """Whether a terminal sends its signals to this process and the command alike, so that none must be handed on."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
+def _say_what_is_lost(own: Identity, delivered: bool) -> None:
+    lost = provider.counters()
+    if not delivered or lost.failed or lost.dropped:
+        print(
+            f"spanmill run: rollout {own.rollout_id}: its start or end could not be reported, no collector answers at "
+            f"{provider.destination()}",
+            file=sys.stderr,
+        )
