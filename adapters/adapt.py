@@ -14,7 +14,7 @@ from spanmill.adapters.episodes import Drift, make_episodes
 from spanmill.adapters.forest import Divergence, Node, Prefixes, link
 from spanmill.adapters.identity import SOURCES, Identities, Identity, Labels, number_attempts
 from spanmill.adapters.joined import Joined, calls_of
-from spanmill.adapters.options import Options
+from spanmill.adapters.options import DEFAULTS, Options
 from spanmill.adapters.order import number_turns
 from spanmill.adapters.rewards import Seen, given, judge, rewards_in
 from spanmill.adapters.spans import Tree
@@ -47,7 +47,7 @@ class _Parts:
         self.rewards: list[Seen] = []
 
 
-def adapt(spans: Iterable[Span], rewards: Sequence[Reward] = (), options: Options = Options()) -> Adapted:  # noqa: B008  # frozen
+def adapt(spans: Iterable[Span], rewards: Sequence[Reward] = (), options: Options = DEFAULTS) -> Adapted:
     """The rollouts that the spans make, with Triplets, Episodes and what is quarantined.
 
     `spans` hold whole components (design section 9) in any order, duplicates included; several components at once give
@@ -202,9 +202,9 @@ def _find_drifts(ordered: list[Joined], options: Options) -> dict[int, Drift]:
         if call.parent is None:
             near = earlier.longest(prompt, call.merged.model)
             if options.merge == "realign":
-                within = [d for d in near if _accepts(ordered[d.node], d.index, prompt, options.realign_tokens)]
+                within = [d for d in near if _accepts(ordered[d.node], d.at, prompt, options.realign_tokens)]
                 if within:
-                    drifts[id(call)] = Drift(ordered[within[0].node], within[0].index)
+                    drifts[id(call)] = Drift(ordered[within[0].node], within[0].at)
             if near:
                 call.divergence = _divergence(call, ordered[near[0].node], near[0], prompt)
         if response.size:
@@ -222,19 +222,22 @@ def _divergence(call: Joined, parent: Joined, at: Divergence, prompt: TokenIds) 
     """Where and why a prompt stopped following an earlier call; None if the two have too little in common to say."""
     start = _ids(parent.merged.prompt_token_ids).size
     compacted = call.merged.metadata.get("compacted") is True
-    if at.index >= prompt.size or (at.index < start and not compacted and 2 * at.index < start):
+    if at.at >= prompt.size or (at.at < start and not compacted and 2 * at.at < start):
         return None
-    if at.index < start:
+    if at.at < start:
         kind = "compacted" if compacted or prompt.size < start + parent.tokens else "edited"
     else:
-        gone = _ids(parent.merged.response_token_ids)[at.index - start :]
-        kind = _drift_kind(gone, prompt[at.index :])
-    return {"parent_call_id": parent.call_id, "index": at.index, "kind": kind}
+        gone = _ids(parent.merged.response_token_ids)[at.at - start :]
+        kind = _drift_kind(gone, prompt[at.at :])
+    return {"parent_call_id": parent.call_id, "index": at.at, "kind": kind}
 
 
 def _drift_kind(gone: TokenIds, comes: TokenIds) -> str:
-    """`template`: the prompt goes on with a later part of the answer, so tokens were dropped; `retokenized`: the same end
-    after other tokens; `edited`: neither."""
+    """How a prompt left an answer.
+
+    `template`: it goes on with a later part of the answer, so tokens were dropped; `retokenized`: the answer's end comes
+    after other tokens; `edited`: neither.
+    """
     tail = gone[-min(gone.size, 8) :]
     if any(
         np.array_equal(gone[skip:], comes[: gone.size - skip]) for skip in np.flatnonzero(gone == comes[:1]).tolist()

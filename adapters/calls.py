@@ -14,7 +14,7 @@ import numpy as np
 
 from spanmill.adapters.dialects import read
 from spanmill.adapters.identity import Identities
-from spanmill.adapters.messages import answer_text
+from spanmill.adapters.messages import answer_text, as_object, as_objects
 from spanmill.adapters.spans import Tree
 from spanmill.adapters.values import dump_json
 from spanmill.triplets.records import Call, Json, Span
@@ -140,7 +140,7 @@ def _by(sources: Iterable[Source], keys: Callable[[Source], Iterable[str]]) -> d
 
 
 def _read_suffixes(sources: list[Source]) -> None:
-    """An engine numbers the prompts of a completions request behind the client's id: `ID-1` is the client's choice n + c."""
+    """Read `ID-1`, as an engine numbers the prompts of one completions request, as choice n + c of the client's `ID`."""
     known = {c.response_id for s in sources if not s.engine_side for c in s.calls if c.response_id}
     for source in sources:
         for call in source.calls if source.engine_side else ():
@@ -307,7 +307,7 @@ def _join_by_tree(sources: list[Source], joined: _Joins) -> None:
 
 
 def _same_tokens(a: Source, b: Source) -> bool:
-    """Whether both spans recorded the same prompt and answer ids: a proxy between them wrote a response id of its own."""
+    """Whether both recorded the same prompt and answer ids: a proxy between them wrote a response id of its own."""
     x, y = a.calls[0], b.calls[0]
     if (
         x.response_token_ids is None
@@ -345,17 +345,14 @@ def _inside(inner: Span, outer: Span) -> bool:
 
 
 def _output_key(message: Json) -> str | None:
-    if not isinstance(message, dict):
-        return None
-    functions = [c.get("function") for c in message.get("tool_calls") or () if isinstance(c, dict)]
+    functions = [c.get("function") for c in as_objects(as_object(message).get("tool_calls"))]
     said = answer_text(message)
     return dump_json([said.strip() if said else None, functions]) if said or functions else None
 
 
 def _last_input(messages: Json) -> str | None:
-    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], dict):
-        return None
-    return dump_json([messages[-1].get("role"), answer_text(messages[-1])])
+    asked = as_objects(messages)
+    return dump_json([asked[-1].get("role"), answer_text(asked[-1])]) if asked else None
 
 
 def nearest_requests(requests: list[Request]) -> Iterator[tuple[Request, Source]]:

@@ -45,7 +45,7 @@ def trust(call: Call) -> int:
 
 
 def supplier(sources: Iterable[Call]) -> Call:
-    """The source that the token data comes from: the most trusted with answer ids, else with damage, else with a prompt."""
+    """The source of the token data: the most trusted with answer ids, else with damage, else with a prompt."""
 
     def key(call: Call) -> tuple[int, int, bool, int, str]:
         if call.response_token_ids is not None:
@@ -66,7 +66,7 @@ def supplier(sources: Iterable[Call]) -> Call:
 
 
 def faults(best: Call, sources: Iterable[Call], siblings: Iterable[Call]) -> list[Fault]:
-    """Contradictions among the numbers of a call, worst first. `siblings`: the best sources of all choices of the request."""
+    """Contradictions among a call's numbers. `siblings` are the best sources of all choices of the request."""
     found = list(best.faults)
     ids, probs = best.response_token_ids, best.response_logprobs
     if ids is not None and probs is not None and ids.size != probs.size:
@@ -183,7 +183,7 @@ def is_unproven(call: Call) -> bool:
 
 
 def was_lost(call: Call) -> bool:
-    """Whether a failed client span never saw the answer: it timed out, lost the connection or was cancelled, and shows nothing."""
+    """Whether a failed client never saw the answer: timed out, lost the connection or was cancelled, and shows nothing."""
     shows = call.response_id or call.response_token_ids is not None or call.response or call.finish_reason
     return not shows and any(_UNDELIVERED.search(t) for t in _error_types(call.span))
 

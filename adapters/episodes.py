@@ -9,7 +9,7 @@ episodes: A1+A2 = 1 2 3 4 5 6 7   mask 0 0 0 1 1 0 1
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class Drift(NamedTuple):
     """A parent that a prompt extends but for the end of its answer."""
 
     parent: Joined
-    index: int
+    at: int
     """First differing position; what the parent sampled from here on is gone."""
 
 
@@ -40,8 +40,8 @@ def make_episodes(
 ) -> list[Episode]:
     """One Episode per leaf that can be trained, in the order (turn, choice) of the leaves.
 
-    `calls` are the rollout's kept calls in order; `rows` their Triplets and `drifts` their realigned parents by the id (of
-    Python) of the call. A call on several paths is trained in the first of them.
+    `calls` are the rollout's kept calls in order; `rows` their Triplets and `drifts` their realigned parents, by the
+    Python id of the call. A call on several paths is trained in the first of them.
     """
     trained: set[int] = set()
     episodes: list[Episode] = []
@@ -82,7 +82,7 @@ def _path(leaf: Joined, drifts: Mapping[int, Drift]) -> list[_Step]:
     call = leaf
     while (above := _parent(call, drifts)) is not None:
         drift = drifts.get(id(call))
-        steps.append(_Step(above, drift.index if drift else _end(above)))
+        steps.append(_Step(above, drift.at if drift else _end(above)))
         call = above
     return steps[::-1]
 
@@ -189,5 +189,5 @@ def _common(values: list[V]) -> V | None:
 def _conversation(messages: Json, response: Json) -> str | None:
     if messages is None and response is None:
         return None
-    asked = messages if isinstance(messages, list) else []
+    asked = cast("list[Json]", messages) if isinstance(messages, list) else []
     return dump_json([*asked, response] if response is not None else asked)

@@ -43,7 +43,7 @@ class Divergence(NamedTuple):
     """The call with the longest common prefix, and the first position in the child's prompt that differs."""
 
     node: int
-    index: int
+    at: int
 
 
 def same_model(a: str | None, b: str | None) -> bool:
@@ -116,7 +116,7 @@ class Prefixes:
         insort(self._sorted[model], (_big_endian(tokens), node))
 
     def longest(self, prompt: TokenIds, model: str | None) -> list[Divergence]:
-        """All calls that share the longest prefix with the prompt, in the order of their numbers; [] if none shares any."""
+        """All calls that share the longest prefix with the prompt, by their numbers; [] if none shares any."""
         wanted = _big_endian(prompt)
         best = 0
         found: list[int] = []

@@ -24,6 +24,9 @@ class Labels(NamedTuple):
     resources_id: str | None = None
 
 
+NO_LABELS: Final = Labels()
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """A span's or a call's rollout."""
@@ -34,7 +37,7 @@ class Identity:
     """A string is the name of a foreign attempt, to be numbered within its rollout."""
     carrier: int = 0
     """Rank of what a hook read the id from; 0 elsewhere."""
-    labels: Labels = Labels()
+    labels: Labels = NO_LABELS
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -45,6 +48,9 @@ class Identity:
     def explicit(self) -> bool:
         """Whether a span or resource carries the id itself."""
         return RANK[self.source] <= RANK["foreign"]
+
+
+T = TypeVar("T", Identity, str)
 
 
 def _read(rollout_id: str, source: str, places: tuple[Attributes, ...], carrier: int = 0) -> Identity:
@@ -157,9 +163,6 @@ class Identities:
         for key in passed:
             self._inherited[key] = found
         return found
-
-
-T = TypeVar("T", Identity, str)
 
 
 def _only_one(items: Iterable[tuple[str, T]]) -> dict[str, T]:

@@ -1,4 +1,4 @@
-"""From the spans of a request to its calls, one per choice: token data from the best source, the rest from the client."""
+"""From the spans of a request to its calls, one per choice: token data from the best source, text from the client."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -111,22 +111,22 @@ def _join(
         best,
         span=best.span if has_ids else place,
         source=best.source if best.response_token_ids is not None else "none",
-        response_id=_first(c.response_id for c in sorted(own, key=lambda c: (TELLING[c.source], *_when(c)))),
-        model=_first(c.model for c in by_trust),
-        logprobs_mode=_first(c.logprobs_mode for c in by_trust),
-        policy_version=_first(c.policy_version for c in by_trust),
-        temperature=_first(c.temperature for c in by_trust),
-        top_p=_first(c.top_p for c in by_trust),
-        top_k=_first(c.top_k for c in by_trust),
-        max_tokens=_first(c.max_tokens for c in by_trust),
-        finish_reason=_first(c.finish_reason for c in by_trust),
-        stop_reason=_first(c.stop_reason for c in by_trust),
-        multimodal=_first(c.multimodal for c in by_trust),
+        response_id=first(c.response_id for c in sorted(own, key=lambda c: (TELLING[c.source], *_when(c)))),
+        model=first(c.model for c in by_trust),
+        logprobs_mode=first(c.logprobs_mode for c in by_trust),
+        policy_version=first(c.policy_version for c in by_trust),
+        temperature=first(c.temperature for c in by_trust),
+        top_p=first(c.top_p for c in by_trust),
+        top_k=first(c.top_k for c in by_trust),
+        max_tokens=first(c.max_tokens for c in by_trust),
+        finish_reason=first(c.finish_reason for c in by_trust),
+        stop_reason=first(c.stop_reason for c in by_trust),
+        multimodal=first(c.multimodal for c in by_trust),
         hidden_payload=all(c.hidden_payload for c in sources if c.messages) and any(c.hidden_payload for c in sources),
-        routed_experts=_first(c.routed_experts for c in by_trust),
-        messages=_first(c.messages for c in telling),
-        response=_first(c.response for c in telling),
-        tools=_first(c.tools for c in telling),
+        routed_experts=first(c.routed_experts for c in by_trust),
+        messages=first(c.messages for c in telling),
+        response=first(c.response for c in telling),
+        tools=first(c.tools for c in telling),
         metadata={k: v for c in reversed(telling) for k, v in c.metadata.items()},
     )
     spans = {id(c.span): c.span for c in sources}
@@ -147,7 +147,8 @@ def _when(call: Call) -> tuple[int, str]:
     return call.span.start_ns, call.span.span_id
 
 
-def _first(values: Iterable[T | None]) -> T | None:
+def first(values: Iterable[T | None]) -> T | None:
+    """The first value that is known."""
     return next((v for v in values if v is not None), None)
 
 

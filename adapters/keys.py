@@ -7,7 +7,7 @@ from typing import Final, cast
 from spanmill import semconv as sc
 from spanmill.adapters.dialects import is_call, openinference
 from spanmill.adapters.values import identifier
-from spanmill.triplets.records import Json, Span, Value
+from spanmill.triplets.records import Json, Span
 
 _ID: Final = re.compile(r'"id"\s*:\s*"([^"\\]{1,256})"')
 _NUMBERED: Final = re.compile(r"(.+)-\d+", re.DOTALL)
@@ -61,7 +61,7 @@ def _tool_calls(span: Span) -> Iterator[str]:
                 yield made
 
 
-def _ids_in(value: Value | Json) -> Iterator[str]:
+def _ids_in(value: Json) -> Iterator[str]:
     if isinstance(value, list):
         for item in cast("list[Json]", value):
             yield from _ids_in(item)

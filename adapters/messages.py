@@ -40,12 +40,15 @@ def finish_word(reason: Json) -> str | None:
     return FINISH_WORDS.get(word, word)
 
 
-def _object(value: Json) -> dict[str, Json] | None:
-    return cast("dict[str, Json]", value) if isinstance(value, dict) else None
+def as_object(value: Json) -> dict[str, Json]:
+    """The JSON object, or an empty one for anything else."""
+    return cast("dict[str, Json]", value) if isinstance(value, dict) else {}
 
 
-def _objects(value: Json) -> list[dict[str, Json]]:
-    return [o for v in cast("list[Json]", value) if (o := _object(v)) is not None] if isinstance(value, list) else []
+def as_objects(value: Json) -> list[dict[str, Json]]:
+    """The JSON objects of a list; anything else in it is passed over."""
+    items = cast("list[Json]", value) if isinstance(value, list) else []
+    return [cast("dict[str, Json]", v) for v in items if isinstance(v, dict)]
 
 
 def arguments_text(arguments: Json) -> str:
@@ -69,7 +72,7 @@ def from_parts(message: Mapping[str, Json]) -> list[dict[str, Json]]:
     calls: list[dict[str, Json]] = []
     reasoning: list[str] = []
     results: list[dict[str, Json]] = []
-    for part in _objects(message["parts"]):
+    for part in as_objects(message["parts"]):
         kind = part.get("type")
         if kind == "text":
             content.append({"type": "text", "text": part.get("content", part.get("text"))})
@@ -117,16 +120,16 @@ def conversation(messages: Json, instructions: Json = None) -> list[dict[str, Js
     """GenAI or OpenAI messages as OpenAI messages, system instructions first; None if none were recorded."""
     out: list[dict[str, Json]] = []
     if instructions:
-        parts = instructions if isinstance(instructions, list) else [{"type": "text", "content": instructions}]
-        out += from_parts({"role": "system", "parts": cast("Json", parts)})
-    for message in _objects(messages):
+        parts: Json = instructions if isinstance(instructions, list) else [{"type": "text", "content": instructions}]
+        out += from_parts({"role": "system", "parts": parts})
+    for message in as_objects(messages):
         out += from_parts(message)
     return out or None
 
 
 def tool_call_ids(message: Json) -> tuple[str, ...]:
     """Ids of the tool calls that an assistant message makes."""
-    made = _objects((_object(message) or {}).get("tool_calls"))
+    made = as_objects(as_object(message).get("tool_calls"))
     return tuple(i for c in made if isinstance(i := c.get("id"), str) and i)
 
 
@@ -163,8 +166,8 @@ def _lists(value: Json) -> Json:
 def has_media(messages: Json) -> tuple[bool, bool]:
     """(the messages hold images or audio, one of them has no payload)."""
     found = hidden = False
-    for message in _objects(messages):
-        for part in _objects(message.get("content")):
+    for message in as_objects(messages):
+        for part in as_objects(message.get("content")):
             if part.get("type") in MEDIA_TYPES:
                 found = True
                 hidden = hidden or not _has_payload(part)
@@ -188,7 +191,7 @@ def _leaves(value: Json) -> Iterable[Json]:
 
 def answer_text(message: Json) -> str | None:
     """The text of an assistant message, for comparing two records of one answer; None if it has none."""
-    content = (_object(message) or {}).get("content")
+    content = as_object(message).get("content")
     if isinstance(content, list):
-        content = "".join(text(p.get("text")) or "" for p in _objects(content))
+        content = "".join(text(p.get("text")) or "" for p in as_objects(content))
     return content if isinstance(content, str) and content else None

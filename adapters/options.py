@@ -32,3 +32,7 @@ class Options:
     def counts(self, name: str) -> bool:
         """Whether a reward of this name is a reward, not a metric."""
         return name in COUNTING_REWARDS or name in self.reward_names
+
+
+DEFAULTS: Final = Options()
+"""What a user gets who chooses nothing."""

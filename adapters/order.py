@@ -10,7 +10,7 @@ from spanmill.adapters.joined import Joined
 def number_turns(calls: Sequence[Joined], before: Mapping[int, list[Joined]]) -> list[Joined]:
     """Give every call its turn and return the calls in the order (turn, choice).
 
-    A call comes after every call whose tokens its prompt extends; `before` holds those by the id (of Python) of the call.
+    A call comes after every call whose tokens its prompt extends; `before` holds those by the Python id of the call.
     Among calls with no unplaced one before them the next is the lowest (client span start, span id). The choices of one
     request are one turn.
     """

@@ -1,30 +1,16 @@
 """Raw answers of OpenAI-compatible servers, as they stand whole inside some instrumentation's spans."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, cast
 
 import numpy as np
 
-from spanmill.adapters.messages import finish_word, tool_call_ids
+from spanmill.adapters.messages import as_object, as_objects, finish_word, tool_call_ids
 from spanmill.adapters.values import Fault, identifier, integer, logprobs, number, text, token_ids
 from spanmill.triplets.records import Call, Json, Span, TokenIds
 
 TOKEN_ID: Final = "token_id:"
 """How vLLM spells tokens under `return_tokens_as_token_ids`."""
-
-
-def as_object(value: Json) -> Mapping[str, Json]:
-    """The JSON object, or an empty one for anything else."""
-    return cast("Mapping[str, Json]", value) if isinstance(value, dict) else {}
-
-
-def as_objects(value: Json) -> list[Mapping[str, Json]]:
-    """The JSON objects of a list; anything else in it is passed over."""
-    return (
-        [cast("Mapping[str, Json]", v) for v in cast("list[Json]", value) if isinstance(v, dict)]
-        if isinstance(value, list)
-        else []
-    )
 
 
 def is_answer(value: Json) -> bool:
@@ -124,7 +110,7 @@ def entries(items: Json, ids: TokenIds | None) -> tuple[np.ndarray | None, tuple
     return probs.values, faults + _shift(objects, ids)
 
 
-def _shift(objects: list[Mapping[str, Json]], ids: TokenIds | None) -> tuple[Fault, ...]:
+def _shift(objects: Sequence[Mapping[str, Json]], ids: TokenIds | None) -> tuple[Fault, ...]:
     if ids is None or not objects or not str(objects[0].get("token", "")).startswith(TOKEN_ID):
         return ()
     for at, (entry, sampled) in enumerate(zip(objects, ids.tolist(), strict=False)):
@@ -150,7 +136,7 @@ def _message(choice: Mapping[str, Json]) -> Json:
 
 
 def _stop(reason: Json) -> str | None:
-    """vLLM's stop_reason: the stop string, or the id of the stop token."""
+    """VLLM's stop_reason: the stop string, or the id of the stop token."""
     return str(reason) if isinstance(reason, str | int) and not isinstance(reason, bool) else None
 
 

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from spanmill.adapters.calls import Request, Source, nearest_requests
 from spanmill.adapters.joined import Joined
@@ -36,14 +37,14 @@ def cover(requests: list[Request]) -> list[Request]:
 def resolve(calls: Sequence[Joined], extended: set[int]) -> None:
     """Flag the generations of one prompt that the agent did not use, or of which nobody can tell.
 
-    `calls` are a rollout's calls without contradictions, `extended` the ids (of Python) of those that a later prompt
+    `calls` are a rollout's calls without contradictions, `extended` the Python ids of those that a later prompt
     extends. Only generations are looked at that have no client span of their own: a client span per answer makes honest
     samples.
     """
     for group in _groups(calls):
         counts = [c.best.retry for c in group]
         if all(n is not None for n in counts):
-            for earlier, later in zip(group, group[1:], strict=False):
+            for earlier, later in pairwise(group):
                 if later.best.retry:
                     earlier.flags.add("superseded")
         elif used := [c for c in group if id(c) in extended]:

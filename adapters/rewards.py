@@ -9,7 +9,7 @@ import numpy as np
 
 from spanmill import semconv as sc
 from spanmill.adapters.joined import Joined
-from spanmill.adapters.messages import unflatten
+from spanmill.adapters.messages import as_object, unflatten
 from spanmill.adapters.options import Options
 from spanmill.adapters.spans import Tree
 from spanmill.adapters.values import identifier
@@ -97,7 +97,7 @@ def _evaluation(a: Attributes, source: str, time_ns: int, span: Span, *, inside:
 
 
 def _annotation(span: Span) -> Iterator[Seen]:
-    """Agent Lightning's annotations: of several dimensions index 0 is the candidate, and its `primary` means `reward`."""
+    """Agent Lightning's annotations: of several dimensions index 0 is the candidate; `primary` there means `reward`."""
     links = (
         unflatten(span.attributes, sc.AGL_LINK_PREFIX)
         if any(k.startswith(sc.AGL_LINK_PREFIX) for k in span.attributes)
@@ -120,8 +120,8 @@ def _openinference(span: Span) -> Iterator[Seen]:
         if not any(k.startswith(prefix) for k in span.attributes):
             continue
         for item in unflatten(span.attributes, prefix):
-            of = item.get(kind, item)
-            if isinstance(of, dict) and of.get("score") is not None:
+            of = as_object(item.get(kind)) or item
+            if of.get("score") is not None:
                 yield Seen(
                     _name(of.get("name")), of["score"], "annotation", max(span.end_ns, span.start_ns), span, inside=True
                 )
@@ -132,7 +132,7 @@ def _name(value: Value) -> str:
 
 
 def given(rewards: Sequence[Reward]) -> list[Seen]:
-    """Rewards by HTTP, command line or table: later than every span; one (attempt, call, name) is one write, the newest."""
+    """Rewards that came apart from spans, later than all of them; one (attempt, call, name) is one write, the newest."""
     newest: dict[tuple[int | None, str | None, str], Reward] = {}
     for reward in rewards:
         key = reward.attempt, reward.call_id, reward.name

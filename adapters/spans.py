@@ -98,7 +98,7 @@ def same_span(a: Span, b: Span) -> bool:
 
 
 def _completeness(span: Span) -> tuple[bool, int, int, str]:
-    """Orders copies of a span: ended, status, attributes, then contents, so that the choice never depends on arrival."""
+    """Order of copies: ended, status, attributes, then contents, so that the choice never depends on arrival."""
     return bool(span.end_ns), {0: 1, 1: 2, 2: 0}.get(span.status, 0), len(span.attributes), _digest(span)
 
 

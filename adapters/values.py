@@ -148,7 +148,7 @@ def structured(value: Value) -> Json:
 def token_ids(value: Value, name: str, *, foreign: bool = False) -> Ids:
     """Token ids of any encoding (design section 3), as int32 of shape (n,).
 
-    bytes are packed little-endian int32, a string is base64 of those; foreign dialects may also send JSON text or doubles.
+    bytes are packed little-endian int32, a string is base64 of those; foreign dialects may send JSON text or doubles.
     """
     if value is None:
         return Ids(None)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Final, cast
 
 from spanmill import semconv as sc
-from spanmill.adapters.messages import finish_word, tool_call, tool_call_ids, unflatten
-from spanmill.adapters.raw import as_object, as_objects, entries
+from spanmill.adapters.messages import as_object, as_objects, finish_word, tool_call, tool_call_ids, unflatten
+from spanmill.adapters.raw import entries
 from spanmill.adapters.spans import recorded_agent
 from spanmill.adapters.values import Fault, identifier, integer, number, parse_json, text, token_ids
 from spanmill.triplets.records import Attributes, Call, Json, Span, TokenIds

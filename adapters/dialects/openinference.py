@@ -4,8 +4,16 @@ from collections.abc import Mapping
 from typing import Final, cast
 
 from spanmill import semconv as sc
-from spanmill.adapters.messages import finish_word, has_media, tool_call, tool_call_ids, unflatten
-from spanmill.adapters.raw import apply_parameters, as_object, as_objects, is_answer, read_answer
+from spanmill.adapters.messages import (
+    as_object,
+    as_objects,
+    finish_word,
+    has_media,
+    tool_call,
+    tool_call_ids,
+    unflatten,
+)
+from spanmill.adapters.raw import apply_parameters, is_answer, read_answer
 from spanmill.adapters.spans import recorded_agent
 from spanmill.adapters.values import identifier, integer, parse_json, text
 from spanmill.triplets.records import Attributes, Call, Json, Span
