@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         get_command(app).main(args=arguments, prog_name="spanmill")
     except SystemExit as end:  # typer ends every command with one, having printed what was wrong with the usage
         return end.code if isinstance(end.code, int) else 1
-    except SpanmillError as error:
+    except (SpanmillError, OSError) as error:  # a busy port, a full disk
         print(f"spanmill: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except ModuleNotFoundError as error:

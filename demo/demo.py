@@ -1,0 +1,166 @@
+"""`make demo`: a real agent's spans become training rows, in front of your eyes.
+
+Starts `spanmill serve` on free ports, sends it the requests that a real agent on a real vLLM once sent (they lie in
+tests/conformance/recorded) over real OTLP gRPC, waits for the rows, shows them, and holds them to what the engine
+logged. Exit code 0 only if they are equal. Everything goes to ./demo-out, which is made anew.
+"""
+
+import json
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import grpc
+import polars as pl
+from rich.console import Console
+from rich.table import Table
+
+import spanmill
+
+ROOT = Path(__file__).parent.parent
+CONFORMANCE = ROOT / "tests" / "conformance"
+RECORDING = CONFORMANCE / "recorded" / "openinference_openai"
+OUT = ROOT / "demo-out"
+DATA = OUT / "data"
+EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+WAIT_S = 60
+ENDS = 2
+"""Tokens shown at each end of a context."""
+
+
+def main() -> int:
+    """Run the demo; the exit code says whether the rows are what the engine did."""
+    console = Console(highlight=False)
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir()
+    truth = json.loads((RECORDING / "truth.json").read_text())
+    requests = list(read_requests(RECORDING / "traces.binpb"))
+    with (OUT / "serve.log").open("wb") as log:
+        serve = start_serve(log)
+        try:
+            address = ready_address(serve)
+            console.print(f"spanmill serve listens on {address}")
+            send(address, requests)
+            console.print(f"sent {len(requests)} OTLP requests of a real agent ({truth['engine']}), all acknowledged")
+            wait_for_rows(sum(len(generation["choices"]) for generation in truth["generations"]))
+        finally:
+            serve.send_signal(signal.SIGTERM)
+            serve.wait()
+    show_rollouts(console)
+    show_episode(console, longest_episode())
+    console.print(f"\nThe Parquet is in {DATA.relative_to(ROOT)}. Read it with\n")
+    console.print("    import spanmill")
+    console.print(f'    spanmill.read_episodes("{DATA.relative_to(ROOT)}").collect()\n')
+    console.print("Held to what the engine logged itself: ", end="")
+    sys.stdout.flush()
+    return subprocess.run([sys.executable, CONFORMANCE / "check_recorded.py", RECORDING, DATA]).returncode
+
+
+def read_requests(path: Path) -> Iterator[bytes]:
+    """The recorded requests: each a 4-byte big-endian length and the bytes of an ExportTraceServiceRequest."""
+    data = path.read_bytes()
+    position = 0
+    while position < len(data):
+        (length,) = struct.unpack_from(">I", data, position)
+        yield data[position + 4 : position + 4 + length]
+        position += 4 + length
+
+
+def start_serve(log: BinaryIO) -> subprocess.Popen[str]:
+    """`spanmill serve` on free ports, with short waits: a demo has no spans that come late."""
+    command = [
+        Path(sys.executable).with_name("spanmill"),
+        "serve",
+        "--out",
+        DATA,
+        "--settle",
+        "1",
+        "--idle-timeout",
+        "3",
+    ]
+    ports = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+    return subprocess.Popen([*command, *ports], stdout=subprocess.PIPE, stderr=log, text=True)
+
+
+def ready_address(serve: subprocess.Popen[str]) -> str:
+    """The gRPC address that serve's ready line names."""
+    line = serve.stdout.readline() if serve.stdout else ""
+    found = re.search(r"grpc=(\S+)", line)
+    if not found:
+        raise SystemExit(f"serve did not get ready, see {OUT / 'serve.log'}")
+    return found[1]
+
+
+def send(address: str, requests: list[bytes]) -> None:
+    """Send the requests as they were recorded; an error of any raises."""
+    with grpc.insecure_channel(address) as channel:
+        export: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(EXPORT)
+        for request in requests:
+            export(request, timeout=30, wait_for_ready=True)
+
+
+def wait_for_rows(calls: int) -> None:
+    """Wait until the rollouts that were written hold as many calls as the engine sampled answers."""
+    deadline = time.monotonic() + WAIT_S
+    while (written := written_calls()) < calls:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"after {WAIT_S} s there are {written} of {calls} calls, see {OUT / 'serve.log'}")
+        time.sleep(0.2)
+
+
+def written_calls() -> int:
+    """Calls in the dataset so far; none before its first rollout."""
+    if not any((DATA / "rollouts").glob("*.parquet")):
+        return 0
+    return int(spanmill.read_rollouts(DATA).select(pl.col("num_calls").sum()).collect().item())
+
+
+def show_rollouts(console: Console) -> None:
+    """Print the table of rollouts."""
+    table = Table("rollout", "id from", "closed by", "calls", "episodes", "sampled", "trained", title="rollouts")
+    for row in spanmill.read_rollouts(DATA).sort("started_at").collect().to_dicts():
+        counts = ("num_calls", "num_episodes", "tokens_captured", "tokens_trained")
+        table.add_row(row["rollout_id"], row["identity_source"], row["closed_by"], *(str(row[c]) for c in counts))
+    console.print(table)
+
+
+def longest_episode() -> dict[str, Any]:
+    """The Episode with the most turns."""
+    episodes = spanmill.read_episodes(DATA).sort("num_turns", "rollout_id", "episode", descending=[True, False, False])
+    return episodes.head(1).collect().to_dicts()[0]
+
+
+def show_episode(console: Console, episode: dict[str, Any]) -> None:
+    """Print an Episode token by token; of a long context only its ends."""
+    title = f"an episode of rollout {episode['rollout_id']}: {episode['num_turns']} turns"
+    table = Table("position", "token id", "mask", "logprob", "turn", title=title)
+    for start, end, turn in runs(episode):
+        for position in range(start, end):
+            if turn is None and start + ENDS <= position < end - ENDS:
+                if position == start + ENDS:
+                    table.add_row("...", f"{end - start - 2 * ENDS} more", "0", "", "context")
+                continue
+            logprob = "" if turn is None else f"{episode['logprobs'][position]:.4f}"
+            mask, name = str(episode["loss_mask"][position]), "context" if turn is None else str(turn)
+            table.add_row(str(position), str(episode["input_ids"][position]), mask, logprob, name)
+    console.print(table)
+
+
+def runs(episode: dict[str, Any]) -> Iterator[tuple[int, int, int | None]]:
+    """(start, end, turn) of each run of tokens: a context, then the answer of a turn, and so on."""
+    position = 0
+    for number, turn in enumerate(episode["turns"]):
+        yield position, turn["prompt_end"], None
+        yield turn["prompt_end"], turn["response_end"], number
+        position = turn["response_end"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
