@@ -10,8 +10,9 @@ from spanmill import semconv as sc
 from spanmill.adapters import retries
 from spanmill.adapters.calls import join, read_sources
 from spanmill.adapters.dialects import is_call
-from spanmill.adapters.episodes import Drift, make_episodes
-from spanmill.adapters.forest import Divergence, Node, Prefixes, link
+from spanmill.adapters.divergence import Drift, find_drifts
+from spanmill.adapters.episodes import make_episodes
+from spanmill.adapters.forest import Node, link
 from spanmill.adapters.identity import SOURCES, Identities, Identity, Labels, number_attempts
 from spanmill.adapters.joined import Joined, calls_of
 from spanmill.adapters.options import DEFAULTS, Options
@@ -19,7 +20,7 @@ from spanmill.adapters.order import number_turns
 from spanmill.adapters.rewards import Seen, given, judge, rewards_in
 from spanmill.adapters.spans import Tree
 from spanmill.adapters.values import dump_json
-from spanmill.triplets.records import Json, PolicyRun, Quarantined, Reward, Rollout, Span, TokenIds, Triplet
+from spanmill.triplets.records import Json, PolicyRun, Quarantined, Reward, Rollout, Span, Triplet
 from spanmill.triplets.span_json import span_json
 
 Key = tuple[str, int]
@@ -178,73 +179,11 @@ def _order(kept: list[Joined], options: Options) -> tuple[list[Joined], dict[int
     retries.resolve(kept, {id(c.parent) for c in nodes if c.parent is not None})
     before = {id(c): [nodes[b] for b in found.before] for c, found in zip(nodes, links, strict=True)}
     ordered = number_turns(kept, before)
-    return ordered, _find_drifts(ordered, options)
+    return ordered, find_drifts(ordered, options)
 
 
 def _node(call: Joined) -> Node:
-    return Node(
-        _ids(call.merged.prompt_token_ids), _ids(call.merged.response_token_ids), call.merged.model, call.agent_span
-    )
-
-
-def _ids(ids: TokenIds | None) -> TokenIds:
-    return ids if ids is not None else np.zeros(0, np.int32)
-
-
-def _find_drifts(ordered: list[Joined], options: Options) -> dict[int, Drift]:
-    """Note on each new root what it could have extended; under `realign`, accept short drifts."""
-    drifts: dict[int, Drift] = {}
-    earlier = Prefixes()
-    for number, call in enumerate(ordered):
-        if not call.has_ids:
-            continue
-        prompt, response = _ids(call.merged.prompt_token_ids), _ids(call.merged.response_token_ids)
-        if call.parent is None:
-            near = earlier.longest(prompt, call.merged.model)
-            if options.merge == "realign":
-                within = [d for d in near if _accepts(ordered[d.node], d.at, prompt, options.realign_tokens)]
-                if within:
-                    drifts[id(call)] = Drift(ordered[within[0].node], within[0].at)
-            if near:
-                call.divergence = _divergence(call, ordered[near[0].node], near[0], prompt)
-        if response.size:
-            earlier.add(number, np.concatenate((prompt, response)), call.merged.model)
-    return drifts
-
-
-def _accepts(parent: Joined, index: int, prompt: TokenIds, limit: int) -> bool:
-    """Whether a drift starts inside the parent's answer and reaches no further than the limit to the answer's end."""
-    start = _ids(parent.merged.prompt_token_ids).size
-    return start <= index < prompt.size and 0 < start + parent.tokens - index <= limit
-
-
-def _divergence(call: Joined, parent: Joined, at: Divergence, prompt: TokenIds) -> dict[str, Json] | None:
-    """Where and why a prompt stopped following an earlier call; None if the two have too little in common to say."""
-    start = _ids(parent.merged.prompt_token_ids).size
-    compacted = call.merged.metadata.get("compacted") is True
-    if at.at >= prompt.size or (at.at < start and not compacted and 2 * at.at < start):
-        return None
-    if at.at < start:
-        kind = "compacted" if compacted or prompt.size < start + parent.tokens else "edited"
-    else:
-        gone = _ids(parent.merged.response_token_ids)[at.at - start :]
-        kind = _drift_kind(gone, prompt[at.at :])
-    return {"parent_call_id": parent.call_id, "index": at.at, "kind": kind}
-
-
-def _drift_kind(gone: TokenIds, comes: TokenIds) -> str:
-    """How a prompt left an answer.
-
-    `template`: it goes on with a later part of the answer, so tokens were dropped; `retokenized`: the answer's end comes
-    after other tokens; `edited`: neither.
-    """
-    tail = gone[-min(gone.size, 8) :]
-    if any(
-        np.array_equal(gone[skip:], comes[: gone.size - skip]) for skip in np.flatnonzero(gone == comes[:1]).tolist()
-    ):
-        return "template"
-    places = np.flatnonzero(comes[: 2 * gone.size + 16] == tail[-1:]) if tail.size else np.zeros(0, np.int64)
-    return "retokenized" if places.size and gone.size > 1 else "edited"
+    return Node(call.prompt, call.response, call.merged.model, call.agent_span)
 
 
 def _status(spans: list[Span]) -> tuple[str, bool]:
@@ -279,7 +218,11 @@ def _labels(identities: list[Identity]) -> Labels:
     """Group, task, mode as read with the strongest identity that says them."""
     order = sorted(identities, key=lambda i: i.rank)
     return Labels(
-        *(next((v for i in order if (v := i.labels[n]) is not None), None) for n in range(len(Labels._fields)))
+        first(i.labels.group_id for i in order),
+        first(i.labels.task_id for i in order),
+        first(i.labels.mode for i in order),
+        first(i.labels.group_size for i in order),
+        first(i.labels.resources_id for i in order),
     )
 
 

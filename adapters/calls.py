@@ -140,7 +140,7 @@ def _by(sources: Iterable[Source], keys: Callable[[Source], Iterable[str]]) -> d
 
 
 def _read_suffixes(sources: list[Source]) -> None:
-    """Read `ID-1`, as an engine numbers the prompts of one completions request, as choice n + c of the client's `ID`."""
+    """Read `ID-1`, as an engine numbers the prompts of one completions request, as choice n + c of client id `ID`."""
     known = {c.response_id for s in sources if not s.engine_side for c in s.calls if c.response_id}
     for source in sources:
         for call in source.calls if source.engine_side else ():

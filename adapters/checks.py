@@ -183,7 +183,7 @@ def is_unproven(call: Call) -> bool:
 
 
 def was_lost(call: Call) -> bool:
-    """Whether a failed client never saw the answer: timed out, lost the connection or was cancelled, and shows nothing."""
+    """Whether a failed client never saw the answer: timed out, lost connection or cancelled, and shows nothing."""
     shows = call.response_id or call.response_token_ids is not None or call.response or call.finish_reason
     return not shows and any(_UNDELIVERED.search(t) for t in _error_types(call.span))
 

@@ -13,20 +13,13 @@ from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
+from spanmill.adapters.divergence import Drift
 from spanmill.adapters.joined import Joined
 from spanmill.adapters.options import Options
 from spanmill.adapters.values import dump_json
 from spanmill.triplets.records import Episode, Json, Logprobs, PolicyRun, Triplet, Turn
 
 V = TypeVar("V")
-
-
-class Drift(NamedTuple):
-    """A parent that a prompt extends but for the end of its answer."""
-
-    parent: Joined
-    at: int
-    """First differing position; what the parent sampled from here on is gone."""
 
 
 class _Step(NamedTuple):
@@ -88,20 +81,19 @@ def _path(leaf: Joined, drifts: Mapping[int, Drift]) -> list[_Step]:
 
 
 def _end(call: Joined) -> int:
-    prompt = call.merged.prompt_token_ids
-    return (prompt.size if prompt is not None else 0) + call.tokens
+    return call.prompt.size + call.tokens
 
 
 def _episode(number: int, path: list[_Step], trains: list[bool], rows: Mapping[int, Triplet]) -> Episode:
     leaf = path[-1].call
     row = rows[id(leaf)]
-    ids = np.concatenate((_prompt(leaf), _response(leaf)))
+    ids = np.concatenate((leaf.prompt, leaf.response))
     mask = np.zeros(ids.size, np.int8)
     values: Logprobs | None = np.zeros(ids.size, np.float32)
     turns: list[Turn] = []
     runs: list[PolicyRun] = []
     for (call, end), train in zip(path, trains, strict=True):
-        start = _prompt(call).size
+        start = call.prompt.size
         turn = rows[id(call)]
         turns.append(Turn(turn.call_id, start, end, train, turn.logprobs_mode, turn.temperature))
         if not train:
@@ -130,7 +122,7 @@ def _episode(number: int, path: list[_Step], trains: list[bool], rows: Mapping[i
         episode=number,
         input_ids=ids,
         loss_mask=mask,
-        prompt_length=_prompt(path[0].call).size,
+        prompt_length=path[0].call.prompt.size,
         turns=tuple(turns),
         step_rewards=tuple(rows[id(s.call)].reward for s in path),
         truncated=row.finish_reason == "length",
@@ -151,16 +143,6 @@ def _episode(number: int, path: list[_Step], trains: list[bool], rows: Mapping[i
         tools=row.tools,
         flags=tuple(sorted(flags)),
     )
-
-
-def _prompt(call: Joined) -> np.ndarray:
-    ids = call.merged.prompt_token_ids
-    return ids if ids is not None else np.zeros(0, np.int32)
-
-
-def _response(call: Joined) -> np.ndarray:
-    ids = call.merged.response_token_ids
-    return ids if ids is not None else np.zeros(0, np.int32)
 
 
 def _shift(run: PolicyRun, start: int, end: int) -> PolicyRun | None:

@@ -4,15 +4,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
+import numpy as np
+
 from spanmill.adapters import checks
 from spanmill.adapters.calls import ENGINE_SIDE, Request
 from spanmill.adapters.identity import Identities, Identity
 from spanmill.adapters.spans import Tree, agent_name, is_reward
 from spanmill.adapters.values import Fault
-from spanmill.triplets.records import Call, Json, Span
+from spanmill.triplets.records import Call, Json, Span, TokenIds
 
 T = TypeVar("T")
 
+_NO_IDS: Final = np.zeros(0, np.int32)
 TELLING: Final = {"client": 0, "text": 1, "gateway": 2, "engine": 3}
 """Whose messages are taken first: the agent's side knows what it asked."""
 
@@ -53,8 +56,19 @@ class Joined:
     @property
     def tokens(self) -> int:
         """Sampled tokens that were recorded."""
+        return self.response.size
+
+    @property
+    def prompt(self) -> TokenIds:
+        """(P,) prompt ids; empty where they were not recorded, so ask `has_ids` first."""
+        ids = self.merged.prompt_token_ids
+        return _NO_IDS if ids is None else ids
+
+    @property
+    def response(self) -> TokenIds:
+        """(R,) sampled ids; empty where they were not recorded."""
         ids = self.merged.response_token_ids
-        return 0 if ids is None else ids.size
+        return _NO_IDS if ids is None else ids
 
     @property
     def has_ids(self) -> bool:

@@ -120,11 +120,27 @@ def conversation(messages: Json, instructions: Json = None) -> list[dict[str, Js
     """GenAI or OpenAI messages as OpenAI messages, system instructions first; None if none were recorded."""
     out: list[dict[str, Json]] = []
     if instructions:
-        parts: Json = instructions if isinstance(instructions, list) else [{"type": "text", "content": instructions}]
+        parts = cast(
+            "Json", instructions if isinstance(instructions, list) else [{"type": "text", "content": instructions}]
+        )
         out += from_parts({"role": "system", "parts": parts})
     for message in as_objects(messages):
         out += from_parts(message)
     return out or None
+
+
+def tool_definitions(tools: Json) -> Json:
+    """Tool definitions in OpenAI shape: GenAI's flat functions are nested, anything else comes back as it is."""
+    if not isinstance(tools, list):
+        return tools
+    return [_function(t) for t in cast("list[Json]", tools)]
+
+
+def _function(tool: Json) -> Json:
+    flat = as_object(tool)
+    if flat.get("type", "function") != "function" or "function" in flat or "name" not in flat:
+        return tool
+    return {"type": "function", "function": {k: v for k, v in flat.items() if k != "type" and v is not None}}
 
 
 def tool_call_ids(message: Json) -> tuple[str, ...]:

@@ -132,7 +132,7 @@ def _name(value: Value) -> str:
 
 
 def given(rewards: Sequence[Reward]) -> list[Seen]:
-    """Rewards that came apart from spans, later than all of them; one (attempt, call, name) is one write, the newest."""
+    """Rewards that came apart from spans, later than all; one (attempt, call, name) is one write, the newest."""
     newest: dict[tuple[int | None, str | None, str], Reward] = {}
     for reward in rewards:
         key = reward.attempt, reward.call_id, reward.name

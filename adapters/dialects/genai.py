@@ -3,7 +3,7 @@
 from typing import Final, cast
 
 from spanmill import semconv as sc
-from spanmill.adapters.messages import conversation, finish_word, tool_call_ids
+from spanmill.adapters.messages import conversation, finish_word, tool_call_ids, tool_definitions
 from spanmill.adapters.spans import recorded_agent
 from spanmill.adapters.values import Fault, identifier, integer, number, strings, structured, text
 from spanmill.triplets.records import Attributes, Call, Json, Span
@@ -68,7 +68,7 @@ def common(span: Span, dialect: str, choice: int, choices: int | None = None) ->
         agent=recorded_agent(a),
         messages=conversation(inputs, instructions),
         response=answer,
-        tools=tools,
+        tools=tool_definitions(tools),
         # Text is not what is trained on: damage to it informs, while the ids are judged by their own counts.
         flags=frozenset(
             {"truncated_attribute"} if any((output_fault, input_fault, instruction_fault, tool_fault)) else ()
