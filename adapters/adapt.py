@@ -14,7 +14,7 @@ from spanmill.adapters.divergence import Drift, find_drifts
 from spanmill.adapters.episodes import make_episodes
 from spanmill.adapters.forest import Node, link
 from spanmill.adapters.identity import SOURCES, Identities, Identity, Labels, number_attempts
-from spanmill.adapters.joined import Joined, calls_of
+from spanmill.adapters.joined import Joined, calls_of, first
 from spanmill.adapters.options import DEFAULTS, Options
 from spanmill.adapters.order import number_turns
 from spanmill.adapters.rewards import Seen, given, judge, rewards_in

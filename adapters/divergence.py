@@ -48,13 +48,13 @@ def _divergence(call: Joined, parent: Joined, near: Divergence) -> dict[str, Jso
     """Where and why a prompt stopped following an earlier call; None if the two have too little in common to say."""
     start = parent.prompt.size
     compacted = call.merged.metadata.get("compacted") is True
-    if near.at >= prompt.size or (near.at < start and not compacted and 2 * near.at < start):
+    if near.at >= call.prompt.size or (near.at < start and not compacted and 2 * near.at < start):
         return None
     if near.at < start:
-        kind = "compacted" if compacted or prompt.size < start + parent.tokens else "edited"
+        kind = "compacted" if compacted or call.prompt.size < start + parent.tokens else "edited"
     else:
         gone = parent.response[near.at - start :]
-        kind = _drift_kind(gone, prompt[near.at :])
+        kind = _drift_kind(gone, call.prompt[near.at :])
     return {"parent_call_id": parent.call_id, "index": near.at, "kind": kind}
 
 
