@@ -8,7 +8,7 @@ import binascii
 import json
 import re
 from collections.abc import Callable, Container
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 from spanmill.collector.decoded import (
     SPAN_ID_BYTES,
@@ -19,7 +19,7 @@ from spanmill.collector.decoded import (
     event_name,
     undecodable,
 )
-from spanmill.collector.values import gather, lighten
+from spanmill.collector.values import MAX_DEPTH, gather, lighten
 from spanmill.errors import DecodeError
 from spanmill.triplets.records import Attributes, Event, Json, Link, Quarantined, Span, Value
 
@@ -41,62 +41,70 @@ def decode_traces_json(
     body: bytes, received_ns: int = 0, *, only: Container[str] | None = None, arrays: bool = True
 ) -> Decoded:
     """The spans of an ExportTraceServiceRequest in JSON; parameters and errors as in `decode.decode_traces`."""
-    return _decode(_traces(body), _span, received_ns, only, arrays)
+    return _decode(body, _TRACES, _span, received_ns, only, arrays)
 
 
 def decode_logs_json(
     body: bytes, received_ns: int = 0, *, only: Container[str] | None = None, arrays: bool = True
 ) -> Decoded:
     """The log records of an ExportLogsServiceRequest in JSON, as spans; otherwise as `decode_traces_json`."""
-    return _decode(_logs(body), _log_record, received_ns, only, arrays)
+    return _decode(body, _LOGS, _log_record, received_ns, only, arrays)
 
 
 def check_traces_json(body: bytes) -> Checked:
     """How many spans the request has, and how many of them have no valid ids. Raises DecodeError."""
-    items = [item for _, scopes in _traces(body) for _, items in scopes for item in items]
+    items = [item for _, scopes in _groups(body, _TRACES) for _, items in scopes for item in items]
     return Checked(len(items), sum(not _has_ids(item) for item in items))
 
 
 def check_logs_json(body: bytes) -> Checked:
     """How many log records the request has; none needs an id, so none is rejected. Raises DecodeError."""
-    return Checked(sum(len(items) for _, scopes in _logs(body) for _, items in scopes), 0)
+    return Checked(sum(len(items) for _, scopes in _groups(body, _LOGS) for _, items in scopes), 0)
 
 
 _Groups = list[tuple[Json, list[tuple[Json, list[Json]]]]]
 """By resource, then by scope: the resource with its scopes, a scope with its spans or log records."""
 
 
-def _traces(body: bytes) -> _Groups:
-    return _groups(body, "resourceSpans", "scopeSpans", "spans")
+class _Names(NamedTuple):
+    """What the levels of a request are called."""
+
+    groups: str
+    scopes: str
+    items: str
 
 
-def _logs(body: bytes) -> _Groups:
-    return _groups(body, "resourceLogs", "scopeLogs", "logRecords")
+_TRACES: Final = _Names("resourceSpans", "scopeSpans", "spans")
+_LOGS: Final = _Names("resourceLogs", "scopeLogs", "logRecords")
 
 
-def _groups(body: bytes, groups: str, scopes: str, items: str) -> _Groups:
+def _groups(body: bytes, names: _Names) -> _Groups:
     try:
-        request = json.loads(body.decode("utf-8-sig", "replace"))
+        request: Json = json.loads(body.decode("utf-8-sig", "replace"))
         if _ESCAPED_SURROGATE.search(body):
             request = _rewritten(request, _without_surrogates, _without_surrogates)
-        if groups not in _object(request, "a request"):
-            request = _rewritten(request, _camel, _same)  # names of attributes are no keys here, so they stay
+        if request is None:
+            raise ValueError("a request is null, not an object")
+        if names.groups not in _object(request, "a request"):
+            # Names of attributes are no keys here, so they stay.
+            request = _rewritten(request, _camel, _same)
         return [
             (
                 _object(group.get("resource"), "resource"),
                 [
-                    (_object(scope.get("scope"), "scope"), _list(scope.get(items), items))
-                    for scope in _objects(group.get(scopes), scopes)
+                    (_object(scope.get("scope"), "scope"), _list(scope.get(names.items), names.items))
+                    for scope in _objects(group.get(names.scopes), names.scopes)
                 ],
             )
-            for group in _objects(request.get(groups), groups)
+            for group in _objects(request.get(names.groups), names.groups)
         ]
     except (ValueError, RecursionError) as error:
-        raise DecodeError(f"{len(body)} bytes are no OTLP/JSON request with {groups}: {error}") from error
+        raise DecodeError(f"{len(body)} bytes are no OTLP/JSON request with {names.groups}: {error}") from error
 
 
 def _decode(
-    groups: _Groups,
+    body: bytes,
+    names: _Names,
     read: Callable[[Json, Attributes, str, bool, int], Span],
     received_ns: int,
     only: Container[str] | None,
@@ -105,7 +113,7 @@ def _decode(
     spans: list[Span] = []
     bad: list[Quarantined] = []
     count = 0
-    for resource_json, scopes in groups:
+    for resource_json, scopes in _groups(body, names):
         resource: Attributes | None = None
         for scope, items in scopes:
             count += len(items)
@@ -117,11 +125,19 @@ def _decode(
                         resource = _attributes(resource_json.get("attributes"), arrays)
                     scope_name = _text(scope.get("name"))
                     span = read(_object(item, "a span or log record"), resource, scope_name, arrays, received_ns)
-                except (ValueError, RecursionError) as error:
-                    raw = {"resource": resource_json, "scope": scope, "span": item}
-                    bad.append(undecodable(_raw_id(item, "traceId"), _raw_id(item, "spanId"), error, raw, received_ns))
+                except ValueError as error:
+                    raw = {
+                        names.groups: [
+                            {"resource": resource_json, names.scopes: [{"scope": scope, names.items: [item]}]}
+                        ]
+                    }
+                    try:
+                        row = undecodable(_raw_id(item, "traceId"), _raw_id(item, "spanId"), error, raw, received_ns)
+                    except RecursionError as deep:  # just shallow enough to be parsed
+                        raise DecodeError("a span is nested too deep to be written again") from deep
+                    bad.append(row)
                     continue
-                if read is _log_record or _has_ids(item):
+                if names is _LOGS or _has_ids(item):
                     spans.append(span)
                 else:
                     bad.append(bad_span_id(span))
@@ -188,26 +204,26 @@ def _attributes(pairs: Json, arrays: bool) -> dict[str, Value]:
     return found if arrays else {key: lighten(value) for key, value in found.items()}
 
 
-def _pairs(pairs: Json, what: str) -> dict[str, Value]:
-    return {_text(pair.get("key")): _value(pair.get("value")) for pair in _objects(pairs, what)}
+def _pairs(pairs: Json, what: str, depth: int = 0) -> dict[str, Value]:
+    return {_text(pair.get("key")): _value(pair.get("value"), depth) for pair in _objects(pairs, what)}
 
 
-def _value(value: Json) -> Value:
+def _value(value: Json, depth: int = 0) -> Value:
     """An AnyValue; of several members the last one that is known counts."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"a value is nested more than {MAX_DEPTH} deep")
     result: Value = None
     for member, raw in _object(value, "a value").items():
-        read = _MEMBERS.get(member)
-        if read is not None and raw is not None:
-            result = read(raw)
+        if raw is None:
+            continue
+        if member == "arrayValue":
+            elements = _list(_object(raw, member).get("values"), "values")
+            result = gather([_value(element, depth + 1) for element in elements])
+        elif member == "kvlistValue":
+            result = _pairs(_object(raw, member).get("values"), "values", depth + 1)
+        elif member in _SCALARS:
+            result = _SCALARS[member](raw)
     return result
-
-
-def _array(value: Json) -> Value:
-    return gather([_value(element) for element in _list(_object(value, "arrayValue").get("values"), "values")])
-
-
-def _kvlist(value: Json) -> Value:
-    return _pairs(_object(value, "kvlistValue").get("values"), "values")
 
 
 def _bool(value: Json) -> bool:
@@ -288,13 +304,11 @@ def _text(value: Json) -> str:
     raise ValueError(f"{value!r:.80} is no text")
 
 
-_MEMBERS: Final[dict[str, Callable[[Json], Value]]] = {
+_SCALARS: Final[dict[str, Callable[[Json], Value]]] = {
     "stringValue": _text,
     "boolValue": _bool,
     "intValue": _int64,
     "doubleValue": _double,
-    "arrayValue": _array,
-    "kvlistValue": _kvlist,
     "bytesValue": _bytes,
     "stringValueStrindex": lambda _: None,
 }

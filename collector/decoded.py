@@ -1,6 +1,7 @@
 """What decoding a request gives, whichever encoding it came in."""
 
 import json
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from spanmill.triplets.records import Attributes, Json, Quarantined, Span
@@ -43,11 +44,13 @@ def event_name(attributes: Attributes) -> str:
 
 def bad_span_id(span: Span) -> Quarantined:
     """The quarantine row of a span without valid ids."""
+    # A span without an id would be taken for a log record; all zero is OTLP's way to write "none".
+    written = replace(span, span_id=span.span_id or "0" * 2 * SPAN_ID_BYTES)
     detail = (
         f"trace id {span.trace_id or 'missing'}, span id {span.span_id or 'missing'}; "
         f"expected {2 * TRACE_ID_BYTES} and {2 * SPAN_ID_BYTES} hex digits, not all zero"
     )
-    return Quarantined("bad_span_id", detail, span.trace_id, span.span_id, span_json(span), span.received_ns // 1000)
+    return Quarantined("bad_span_id", detail, span.trace_id, span.span_id, span_json(written), span.received_ns // 1000)
 
 
 def undecodable(trace_id: str, span_id: str, why: object, raw: Json, received_ns: int) -> Quarantined:

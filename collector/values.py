@@ -10,12 +10,15 @@ from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
+from google.protobuf.message import DecodeError as ProtobufError
 
 from spanmill.collector.otlp_proto import AnyValue, KeyValue, MergedArray
 from spanmill.triplets.records import Value
 
 MAX_LIGHT_BYTES: Final = 64
 """Longer bytes values are left out where arrays are not wanted."""
+MAX_DEPTH: Final = 32
+"""Arrays and key-value lists within each other; protobuf itself gives up at 33 lists, or 50 arrays."""
 
 # First bytes of fields, as (field number << 3 | wire type). KeyValue:
 _KEY: Final = 0x0A
@@ -198,15 +201,17 @@ def _is_int_array(body: bytes, numbers: Any) -> bool:
     return not differs.any()
 
 
-def _parsed(value: Any) -> Value:
+def _parsed(value: Any, depth: int = 0) -> Value:
     """The value of a parsed AnyValue."""
+    if depth > MAX_DEPTH:
+        raise ProtobufError(f"a value is nested more than {MAX_DEPTH} deep")
     kind = value.WhichOneof("value")
     if kind is None or kind == "string_value_strindex":  # an index into a table that only profiles have
         return None
     if kind == "string_value":
         return text(value.string_value)
     if kind == "array_value":
-        return gather([_parsed(element) for element in value.array_value.values])
+        return gather([_parsed(element, depth + 1) for element in value.array_value.values])
     if kind == "kvlist_value":
-        return {text(pair.key): _parsed(pair.value) for pair in value.kvlist_value.values}
+        return {text(pair.key): _parsed(pair.value, depth + 1) for pair in value.kvlist_value.values}
     return getattr(value, kind)
