@@ -9,15 +9,12 @@ import json
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import grpc
 import polars as pl
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +26,6 @@ CONFORMANCE = ROOT / "tests" / "conformance"
 RECORDING = CONFORMANCE / "recorded" / "openinference_openai"
 OUT = ROOT / "demo-out"
 DATA = OUT / "data"
-EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 WAIT_S = 60
 ENDS = 2
 """Tokens shown at each end of a context."""
@@ -41,36 +37,29 @@ def main() -> int:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
     truth = json.loads((RECORDING / "truth.json").read_text())
-    requests = list(read_requests(RECORDING / "traces.binpb"))
     with (OUT / "serve.log").open("wb") as log:
         serve = start_serve(log)
         try:
             address = ready_address(serve)
-            console.print(f"spanmill serve listens on {address}")
-            send(address, requests)
-            console.print(f"sent {len(requests)} OTLP requests of a real agent ({truth['engine']}), all acknowledged")
+            say(console, f"spanmill serve listens on {address}; a real agent on {truth['engine']} sent it:")
+            subprocess.run([sys.executable, CONFORMANCE / "replay.py", RECORDING, address], check=True)
             wait_for_rows(sum(len(generation["choices"]) for generation in truth["generations"]))
         finally:
             serve.send_signal(signal.SIGTERM)
             serve.wait()
     show_rollouts(console)
     show_episode(console, longest_episode())
-    console.print(f"\nThe Parquet is in {DATA.relative_to(ROOT)}. Read it with\n")
-    console.print("    import spanmill")
-    console.print(f'    spanmill.read_episodes("{DATA.relative_to(ROOT)}").collect()\n')
-    console.print("Held to what the engine logged itself: ", end="")
-    sys.stdout.flush()
+    folder = DATA.relative_to(ROOT)
+    say(console, f"The Parquet is in {folder}. Read it with\n")
+    say(console, f'    import spanmill\n    spanmill.read_episodes("{folder}").collect()\n')
+    say(console, "Held to the engine's own log of what it sampled:")
     return subprocess.run([sys.executable, CONFORMANCE / "check_recorded.py", RECORDING, DATA]).returncode
 
 
-def read_requests(path: Path) -> Iterator[bytes]:
-    """The recorded requests: each a 4-byte big-endian length and the bytes of an ExportTraceServiceRequest."""
-    data = path.read_bytes()
-    position = 0
-    while position < len(data):
-        (length,) = struct.unpack_from(">I", data, position)
-        yield data[position + 4 : position + 4 + length]
-        position += 4 + length
+def say(console: Console, text: str) -> None:
+    """Print at once, so that it stands before what other processes print."""
+    console.print(text)
+    sys.stdout.flush()
 
 
 def start_serve(log: BinaryIO) -> subprocess.Popen[str]:
@@ -96,14 +85,6 @@ def ready_address(serve: subprocess.Popen[str]) -> str:
     if not found:
         raise SystemExit(f"serve did not get ready, see {OUT / 'serve.log'}")
     return found[1]
-
-
-def send(address: str, requests: list[bytes]) -> None:
-    """Send the requests as they were recorded; an error of any raises."""
-    with grpc.insecure_channel(address) as channel:
-        export: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(EXPORT)
-        for request in requests:
-            export(request, timeout=30, wait_for_ready=True)
 
 
 def wait_for_rows(calls: int) -> None:
@@ -141,25 +122,20 @@ def show_episode(console: Console, episode: dict[str, Any]) -> None:
     """Print an Episode token by token; of a long context only its ends."""
     title = f"an episode of rollout {episode['rollout_id']}: {episode['num_turns']} turns"
     table = Table("position", "token id", "mask", "logprob", "turn", title=title)
-    for start, end, turn in runs(episode):
-        for position in range(start, end):
-            if turn is None and start + ENDS <= position < end - ENDS:
-                if position == start + ENDS:
-                    table.add_row("...", f"{end - start - 2 * ENDS} more", "0", "", "context")
-                continue
-            logprob = "" if turn is None else f"{episode['logprobs'][position]:.4f}"
-            mask, name = str(episode["loss_mask"][position]), "context" if turn is None else str(turn)
-            table.add_row(str(position), str(episode["input_ids"][position]), mask, logprob, name)
-    console.print(table)
-
-
-def runs(episode: dict[str, Any]) -> Iterator[tuple[int, int, int | None]]:
-    """(start, end, turn) of each run of tokens: a context, then the answer of a turn, and so on."""
     position = 0
     for number, turn in enumerate(episode["turns"]):
-        yield position, turn["prompt_end"], None
-        yield turn["prompt_end"], turn["response_end"], number
+        context, answer = range(position, turn["prompt_end"]), range(turn["prompt_end"], turn["response_end"])
+        hidden = context[ENDS:-ENDS]
+        for at in context:
+            if at not in hidden:
+                table.add_row(str(at), str(episode["input_ids"][at]), str(episode["loss_mask"][at]), "", "context")
+            elif at == hidden[0]:
+                table.add_row("...", f"{len(hidden)} more", "0", "", "context")
+        for at in answer:
+            logprob = f"{episode['logprobs'][at]:.4f}"
+            table.add_row(str(at), str(episode["input_ids"][at]), str(episode["loss_mask"][at]), logprob, str(number))
         position = turn["response_end"]
+    console.print(table)
 
 
 if __name__ == "__main__":
