@@ -117,11 +117,6 @@ def about(parse: Callable[[object], object], help: str) -> Mapping[str, Any]:
     return {"help": help, "parse": parse}
 
 
-def help_of(cls: type, name: str) -> str:
-    """The help text of an option of a configuration."""
-    return next(option.metadata["help"] for option in fields(cls) if option.name == name)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowConfig:
     """What decides how rows look; the same for every command that makes some."""

@@ -1,5 +1,6 @@
 """Receiving: OTLP over gRPC and HTTP into the journal. What was acknowledged is on disk."""
 
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -70,4 +71,6 @@ def _listen(flag: str, address: Address) -> socket.socket:
         family, _, _, _, name = min(found, key=lambda info: info[0] != socket.AF_INET)
         return socket.create_server(name, family=family, backlog=1024)
     except OSError as error:
-        raise ConfigError(f"{flag} {address} cannot be listened on: {error.strerror or error}") from error
+        # socket adds the address to the system's words.
+        cause = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise ConfigError(f"{flag} {address} cannot be listened on: {cause}") from error
