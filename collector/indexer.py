@@ -1,0 +1,411 @@
+"""From the journal to the dataset: index what came, put together what is complete, write its rows.
+
+This is the second process of `spanmill serve`. It may be killed at any moment: what it had not written is found again in
+the journal, what it had is found in the dataset, so nothing is lost and nothing is written twice.
+"""
+
+import fcntl
+import os
+import pickle
+import select
+import signal as signals
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from spanmill.adapters import Options, adapt, keys, signal
+from spanmill.collector import journal, rewards
+from spanmill.collector.assemble import SECOND, Closed, Component, RolloutKey, Timing, close, due_at, moved, revised
+from spanmill.collector.config import RowConfig, ServeConfig
+from spanmill.collector.decode import decode
+from spanmill.collector.index import Found, Index, Key, Seen
+from spanmill.collector.journal import Entry, Kind, Position
+from spanmill.errors import DatasetError, DecodeError, JournalError, SpanmillError
+from spanmill.triplets.reader import read_triplets
+from spanmill.triplets.records import Quarantined, Rollout, Span
+from spanmill.triplets.table import same_content
+from spanmill.triplets.writer import DatasetWriter, stray_key
+
+INDEX_BYTES = 8 << 20
+"""Requests are indexed in transactions of about this size."""
+LOAD_BYTES = 64 << 20
+"""Components are put together in batches of about this size; a larger one makes a batch of its own."""
+REWRITE_S = 30.0
+"""Superseded rows stay under the table folders about this long."""
+KEEP_OLD_S = 60.0
+"""Replaced files stay this long for readers that have them open."""
+POLL_S = 0.1
+LOCK_S = 60.0
+"""How long an indexer whose service was killed may take to notice and go."""
+
+
+def options(config: RowConfig) -> Options:
+    """The choices about rows that a configuration holds."""
+    return Options(config.merge, config.realign_tokens, frozenset(config.reward_names), config.train_failed)
+
+
+def timing(config: ServeConfig) -> Timing:
+    """The waits that a configuration holds."""
+    seconds = (config.settle, config.idle_timeout, config.max_open, config.await_reward)
+    return Timing(*(int(wait * SECOND) for wait in seconds))
+
+
+def home(span: Span, span_keys: Sequence[Key]) -> str:
+    """The trace that a span is indexed under: its own, or for a log record outside any trace one made of its first key.
+
+    "" if it has no key either: nothing can tell what it belongs to.
+    """
+    return span.trace_id or min((f"log:{kind}:{value}" for kind, value in span_keys), default="")
+
+
+def survey(kind: Kind, body: bytes) -> list[Found]:
+    """What a request holds, by trace. Raises DecodeError if the body is no request of its kind."""
+    decoded = decode(kind, body, arrays=False)
+    share = len(body) // max(decoded.count, 1)
+    sizes, joined, ends = dict[str, int](), dict[str, set[Key]](), set[str]()
+    for span in decoded.spans:
+        span_keys = keys(span)
+        trace = home(span, span_keys)
+        sizes[trace] = sizes.get(trace, 0) + share
+        joined.setdefault(trace, set()).update(key for key in span_keys if key[0] != "trace")
+        if signal(span) in ("end", "root"):
+            ends.add(trace)
+    for bad in decoded.bad:
+        sizes[bad.trace_id] = sizes.get(bad.trace_id, 0) + share
+    return [Found(trace, size, frozenset(joined.get(trace, ())), trace in ends) for trace, size in sizes.items()]
+
+
+def load(
+    kind: Kind, body: bytes, received_ns: int, wanted: Mapping[str, int]
+) -> Iterator[tuple[int, Span | Quarantined]]:
+    """The spans of a request, and what is wrong in it, of the traces (as `home` names them) in `wanted`, each with its value."""
+    only = {"" if trace.startswith("log:") else trace for trace in wanted}
+    decoded = decode(kind, body, received_ns, only=only)
+    for span in decoded.spans:
+        trace = span.trace_id or home(span, keys(span))
+        if trace in wanted:
+            yield wanted[trace], span
+    for bad in decoded.bad:
+        if bad.trace_id in wanted:
+            yield wanted[bad.trace_id], bad
+
+
+def newest_spans(rollouts: Sequence[Rollout], spans: Sequence[Span], component: Component) -> dict[RolloutKey, int]:
+    """When the newest span of each rollout was received: of those that name it and of its calls.
+
+    A rollout alone in its component has all of its spans.
+    """
+    if len(rollouts) == 1:
+        return {(rollouts[0].rollout_id, rollouts[0].attempt): component.newest_ns}
+    named, single = dict[str, int](), dict[tuple[str, str], int]()
+    for span in spans:
+        received_ns = min(span.received_ns, component.newest_ns)
+        single[span.trace_id, span.span_id] = max(received_ns, single.get((span.trace_id, span.span_id), 0))
+        for kind, value in keys(span):
+            if kind == "rollout":
+                named[value] = max(received_ns, named.get(value, 0))
+    newest = dict[RolloutKey, int]()
+    for rollout in rollouts:
+        of_calls = (single.get((row.trace_id, row.span_id), 0) for row in (*rollout.triplets, *rollout.quarantined))
+        known = max(named.get(rollout.rollout_id, 0), *of_calls, 0)
+        newest[rollout.rollout_id, rollout.attempt] = known or component.newest_ns
+    return newest
+
+
+def changes(
+    dataset: DatasetWriter, closed: Iterable[Rollout], gone: Mapping[RolloutKey, Sequence[Rollout]]
+) -> list[Rollout]:
+    """What is to be written so that the dataset holds `closed`, and no longer the rollouts that are gone, each given with
+    those that its component holds now. Rows that stand there already are not written again.
+    """
+    fresh = {(rollout.rollout_id, rollout.attempt): rollout for rollout in closed}
+    committed = dataset.committed()
+    before = dataset.read_rows([key for key in (*fresh, *gone) if key in committed])
+    found = [rollout for key, rollout in fresh.items() if key not in before]
+    for key, rows in before.items():
+        revision = committed[key][0] + 1
+        row = rows["rollouts"].to_pylist()[0]
+        calls = rows["triplets"].select(["call_id", "flags"]).to_pylist()
+        if key in gone:
+            if "moved" not in row["flags"]:
+                found.append(moved(row, {call["call_id"] for call in calls}, revision, gone[key]))
+        elif not same_content(fresh[key], rows):
+            found.append(
+                revised(fresh[key], revision, {call["call_id"] for call in calls if "late" not in call["flags"]})
+            )
+    return sorted(found, key=lambda rollout: (rollout.rollout_id, rollout.attempt))
+
+
+class _Outcome(NamedTuple):
+    """What a component comes to."""
+
+    component: Component
+    rollouts: list[Rollout]
+    closed: Closed
+    gone: set[RolloutKey]
+    """Rollouts that were written from its traces and are no longer in it."""
+    stray: list[Quarantined]
+
+
+class Indexer:
+    """Carries the journal in `folder` over into the dataset at `out`, step by step.
+
+    `clock` gives nanoseconds since 1970, by the clock that receive times are taken from; `report` gets lines for people.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        out: Path,
+        choices: Options,
+        timing: Timing,
+        *,
+        clock: Callable[[], int] = time.time_ns,
+        report: Callable[[str], None] = lambda line: print(f"spanmill: {line}", file=sys.stderr, flush=True),
+    ) -> None:
+        """Raises DatasetError if the dataset cannot be opened, JournalError if the index cannot."""
+        self._folder = folder
+        self._out = out
+        self._options = choices
+        self._timing = timing
+        self._clock = clock
+        self._report = report
+        self._dataset = DatasetWriter(out)
+        self._index = Index(folder / "index.sqlite", lambda component: due_at(component, timing))
+        self._fresh = self._index.position is None
+        self._damage = dict[Position, int]()
+        self._strays = self._dataset.stray_rows()
+        self._started_ns = self._newest_ns = clock()
+        self._index.start(self._started_ns)
+        self.caught_up = False
+        """All that stood in the journal at the start is indexed. Nothing is closed before: there may be more of it."""
+        self.behind = True
+        """More may stand in the journal than is indexed."""
+
+    def close(self) -> None:
+        """Let go of index and dataset."""
+        self._index.close()
+        self._dataset.close()
+
+    def step(self, *, complete: bool = False) -> bool:
+        """Index the next requests; `complete` says that nobody writes the journal. True if a flush came: look at once."""
+        damaged = len(self._damage)
+        entries = list(self._next_entries(complete))
+        for position in list(self._damage)[damaged:]:
+            self._report(
+                f"journal: {self._damage[position]} bytes of segment {position.segment} at {position.offset} are damaged"
+            )
+        self._index.add([self._seen(entry) for entry in entries], self._clock())
+        self.behind = bool(entries)
+        if entries:
+            self._newest_ns = entries[-1].received_ns
+        if not self.caught_up and (not entries or self._newest_ns >= self._started_ns):
+            self.caught_up = True
+            if self._fresh:
+                self._recall()
+        return bool(entries) and entries[-1].kind is Kind.FLUSH
+
+    def _next_entries(self, complete: bool) -> Iterator[Entry]:
+        """What stands next in the journal, up to about INDEX_BYTES, or to a flush: that closes just what came before it."""
+        size = 0
+        for entry in journal.read(self._folder, self._index.position, complete=complete, damage=self._damage):
+            yield entry
+            size += len(entry.body)
+            if size >= INDEX_BYTES or entry.kind is Kind.FLUSH:
+                break
+
+    def _seen(self, entry: Entry) -> Seen:
+        seen = Seen(entry.position, entry.end, entry.kind, entry.received_ns)
+        try:
+            if entry.kind is Kind.REWARDS:
+                seen.rewards = rewards.decode(entry.body)
+            elif entry.kind is not Kind.FLUSH:
+                seen.found = survey(entry.kind, entry.body)
+        except DecodeError as error:
+            self._report(
+                f"journal: the record at {entry.position.segment}:{entry.position.offset} is passed over: {error}"
+            )
+        return seen
+
+    def _recall(self) -> None:
+        """Tell a new index which traces the rollouts of the dataset came from."""
+        if self._dataset.committed():
+            rows = read_triplets(self._out).select("rollout_id", "attempt", "trace_id").unique().collect()
+            self._index.intend(((rollout_id, attempt), trace) for rollout_id, attempt, trace in rows.iter_rows())
+
+    def look(self, *, flush: bool = False) -> int:
+        """Put together what is due (with `flush`, all that is open) and write what is complete; how many rollouts.
+
+        While the journal is ahead of the index, the time is that of the newest indexed request: of what came later nothing
+        is known yet.
+        """
+        if flush:
+            self._index.flush()
+        now_ns = min(self._newest_ns, self._clock()) if self.behind else self._clock()
+        written = 0
+        while batch := self._batch(now_ns):
+            written += self._write(batch, now_ns)
+        return written
+
+    def _batch(self, now_ns: int) -> list[Component]:
+        batch, size = list[Component](), 0
+        for component in self._index.due(now_ns, 1000):
+            size += component.bytes
+            if batch and size > LOAD_BYTES:
+                break
+            batch.append(component)
+        return batch
+
+    def _write(self, batch: Sequence[Component], now_ns: int) -> int:
+        found = self._load(batch)
+        outcomes = [self._outcome(component, found[component.id], now_ns) for component in batch]
+        gone = {key: outcome.rollouts for outcome in outcomes for key in outcome.gone}
+        rows = changes(self._dataset, (rollout for outcome in outcomes for rollout in outcome.closed.rollouts), gone)
+        strays = self._new_strays(
+            row for outcome in outcomes if outcome.closed.open_until is None for row in outcome.stray
+        )
+        self._index.intend(self._origins(outcomes))
+        if rows or strays:
+            self._dataset.write(rows, list(strays.values()))
+            self._strays.update(strays)
+        self._index.forget(gone)
+        self._index.looked([(outcome.component.id, outcome.closed.open_until) for outcome in outcomes], now_ns)
+        return len(rows)
+
+    def _load(self, batch: Sequence[Component]) -> dict[int, list[Span | Quarantined]]:
+        found: dict[int, list[Span | Quarantined]] = {component.id: [] for component in batch}
+        for request, wanted in self._index.requests(component.id for component in batch):
+            try:
+                entry = journal.read_at(self._folder, request.position)
+            except JournalError as error:
+                self._report(f"a request is passed over: {error}")
+                continue
+            for component, one in load(entry.kind, entry.body, entry.received_ns, wanted):
+                found[component].append(one)
+        return found
+
+    def _outcome(self, component: Component, found: Sequence[Span | Quarantined], now_ns: int) -> _Outcome:
+        spans = [one for one in found if isinstance(one, Span)]
+        try:
+            adapted = adapt(spans, self._index.rewards(component.id), self._options)
+        except Exception:
+            # One component that the rules choke on must not hold up all others; its spans stay in the journal.
+            traces = ", ".join(self._index.traces(component.id)[:3])
+            self._report(
+                f"the spans of trace {traces} could not be put together, later tried again:\n{traceback.format_exc()}"
+            )
+            return _Outcome(component, [], Closed([], now_ns + max(self._timing.idle_ns, SECOND)), set(), [])
+        rollouts = adapted.rollouts
+        closed = close(rollouts, newest_spans(rollouts, spans, component), component, now_ns, self._timing)
+        gone = self._index.written(component.id) - {(rollout.rollout_id, rollout.attempt) for rollout in rollouts}
+        # A reward for a rollout that is not here waits in the index.
+        stray = [row for row in adapted.stray if row.reason != "unknown_rollout"]
+        return _Outcome(
+            component, rollouts, closed, gone, [*stray, *(one for one in found if isinstance(one, Quarantined))]
+        )
+
+    def _new_strays(self, rows: Iterable[Quarantined]) -> dict[bytes, Quarantined]:
+        found = {stray_key(row.trace_id, row.span_id, row.reason, row.detail, row.span): row for row in rows}
+        return {key: row for key, row in found.items() if key not in self._strays}
+
+    def _origins(self, outcomes: Iterable[_Outcome]) -> Iterator[tuple[RolloutKey, str]]:
+        """A trace of each rollout that is about to be written."""
+        for outcome in outcomes:
+            traces = self._index.traces(outcome.component.id)
+            for rollout in outcome.closed.rollouts:
+                own = (
+                    self._index.traces_of_rollout(rollout.rollout_id)
+                    or [row.trace_id for row in rollout.triplets]
+                    or traces
+                )
+                yield (rollout.rollout_id, rollout.attempt), own[0]
+
+    def tidy(self) -> None:
+        """Rewrite small parts and parts with superseded rows, and remove what was replaced a while ago."""
+        while self._dataset.rewrite() is not None:
+            pass
+        self._dataset.purge_old(KEEP_OLD_S, self._clock() / SECOND)
+
+
+# The process
+
+
+def run(config: ServeConfig, control: int, ready: Callable[[], None]) -> None:
+    """Index and write until `control` (a pipe's file descriptor) says "drain", or is closed because the service is gone.
+
+    Calls `ready` once journal and dataset are open. Raises SpanmillError if they cannot be opened or written.
+    """
+    folder = config.journal_folder
+    with _alone(folder), closing(Indexer(folder, config.out, options(config), timing(config))) as indexer:
+        ready()
+        looked = tidied = time.monotonic()
+        while True:
+            flushed = indexer.step()
+            now = time.monotonic()
+            if indexer.caught_up and (flushed or now - looked >= config.flush_interval):
+                indexer.look()
+                looked = now
+            if now - tidied >= REWRITE_S:
+                indexer.tidy()
+                tidied = now
+            message = _received(control, 0 if indexer.behind else POLL_S)
+            if message is not None:
+                break
+        if message:
+            while indexer.behind:
+                indexer.step(complete=True)
+            indexer.look(flush=config.flush_on_exit)
+            indexer.tidy()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait for the indexer of a service that was killed to notice that and go."""
+    with (folder / "indexer.lock").open("w") as lock:
+        last_try = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > last_try:
+                    raise JournalError(f"another indexer is at work on {folder} and does not end") from error
+                time.sleep(POLL_S)
+            else:
+                break
+        yield
+
+
+def _received(control: int, wait_s: float) -> bytes | None:
+    """What was sent down the pipe: None for nothing, empty if the other end is gone."""
+    readable, _, _ = select.select([control], [], [], wait_s)
+    return os.read(control, 64) if readable else None
+
+
+def main() -> int:
+    """The child process of `spanmill serve`: configuration and commands on stdin, "ready" or an error on stdout."""
+    for number in (signals.SIGINT, signals.SIGTERM):
+        signals.signal(number, signals.SIG_IGN)  # the service decides, over the pipe, and drains first
+    control = sys.stdin.fileno()
+    try:
+        config = pickle.loads(_exactly(control, int.from_bytes(_exactly(control, 4))))
+        run(config, control, lambda: print("ready", flush=True))
+    except SpanmillError as error:
+        print(error, flush=True)
+        return 1
+    return 0
+
+
+def _exactly(control: int, size: int) -> bytes:
+    """Not by a buffered reader, which would swallow the commands that follow."""
+    data = b""
+    while len(data) < size and (more := os.read(control, size - len(data))):
+        data += more
+    return data
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""`spanmill serve`: the receiver in this process, the indexer in a second one, which is started again if it dies."""
+
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO
+
+from spanmill.collector.config import ServeConfig
+from spanmill.collector.journal import JournalWriter
+from spanmill.collector.receive import start_receiver
+from spanmill.errors import DatasetError
+
+POLL_S = 0.2
+RESTART_S = (0.5, 30.0)
+"""The first and the longest wait before a dead indexer is started again: twice as long as before if it lived shorter."""
+START_S = 120.0
+"""The longest that opening a dataset may take, with the wait for the indexer of a service that was killed."""
+
+
+def serve(config: ServeConfig) -> int:
+    """Receive, index and write until SIGTERM or SIGINT, then drain; returns 0. Runs in the main thread only.
+
+    Prints one line once everything is open: `spanmill ready grpc=HOST:PORT http=HOST:PORT out=DIR`. Raises ConfigError
+    if an address cannot be had, JournalError or DatasetError if a folder cannot be written or is another service's.
+    """
+    stop = threading.Event()
+    with _stopping(stop), JournalWriter(config.journal_folder) as journal:
+        indexer = _Indexer(config)
+        try:
+            receiver = start_receiver(config, journal)
+            try:
+                indexer.await_ready()
+                print(
+                    f"spanmill ready grpc={receiver.grpc_address} http={receiver.http_address} out={config.out}",
+                    flush=True,
+                )
+                _watch(indexer, stop)
+            finally:
+                deadline = time.monotonic() + config.drain_timeout
+                receiver.stop(config.drain_timeout)
+            journal.close()
+            indexer.drain(deadline)
+        finally:
+            indexer.kill()
+    return 0
+
+
+def _watch(indexer: "_Indexer", stop: threading.Event) -> None:
+    """Until the service is told to stop, start the indexer again whenever it has died."""
+    wait = RESTART_S[0]
+    while not stop.wait(POLL_S):
+        if not indexer.dead:
+            continue
+        wait = min(2 * wait, RESTART_S[1]) if indexer.age_s < wait else RESTART_S[0]
+        _say(
+            f"the indexer has died{indexer.last_words}; it starts again in {wait:g} s, what is received stays in the journal"
+        )
+        if stop.wait(wait):
+            return
+        indexer.start()
+
+
+@contextmanager
+def _stopping(stop: threading.Event) -> Iterator[None]:
+    """Let SIGTERM and SIGINT set `stop`."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda *_: stop.set()) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _say(line: str) -> None:
+    print(f"spanmill: {line}", file=sys.stderr, flush=True)
+
+
+class _Indexer:
+    """The second process. When this one is gone, however it went, the pipe between them closes and it ends by itself."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self.start()
+
+    def start(self) -> None:
+        """Start it."""
+        command = [sys.executable, "-m", "spanmill.collector.indexer"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._started = time.monotonic()
+        config = pickle.dumps(self._config)
+        self._send(len(config).to_bytes(4) + config)
+
+    @property
+    def dead(self) -> bool:
+        """Whether it has ended."""
+        return self._process.poll() is not None
+
+    @property
+    def age_s(self) -> float:
+        """How long ago it was started."""
+        return time.monotonic() - self._started
+
+    @property
+    def last_words(self) -> str:
+        """Why it ended, if it said so."""
+        said = self._output.read().decode(errors="replace").removeprefix("ready\n").strip()
+        return f": {said}" if said else f" (exit code {self._process.returncode})"
+
+    def await_ready(self) -> None:
+        """Return when it has opened everything. DatasetError if it could not."""
+        readable, _, _ = select.select([self._output], [], [], START_S)
+        if not readable:
+            raise DatasetError(f"the dataset {self._config.out} could not be opened within {START_S:g} s")
+        line = self._output.readline().decode().strip()
+        if line != "ready":
+            raise DatasetError(line or f"the indexer ended with exit code {self._process.wait()} before it was ready")
+
+    def drain(self, deadline: float) -> None:
+        """Have it write what the journal holds, and end, until `deadline`; what it does not get to, the next start writes."""
+        self._send(b"drain")
+        try:
+            code = self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            _say("the time to drain is over; the next start writes the rest from the journal")
+        else:
+            if code:
+                _say(f"the indexer has died{self.last_words}; the next start writes the rest from the journal")
+
+    def kill(self) -> None:
+        """End it at once; nothing is lost by that."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _send(self, data: bytes) -> None:
+        # A broken pipe says that it has died, which is seen where its end is waited for.
+        with suppress(BrokenPipeError):
+            if self._process.stdin is not None:
+                self._process.stdin.write(data)
+                self._process.stdin.flush()
+
+    @property
+    def _output(self) -> IO[bytes]:
+        if self._process.stdout is None:
+            raise ValueError("the indexer was started without a pipe for its output")
+        return self._process.stdout
