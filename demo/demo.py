@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import polars as pl
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -41,7 +42,7 @@ def main() -> int:
         serve = start_serve(log)
         try:
             address = ready_address(serve)
-            say(console, f"spanmill serve listens on {address}; a real agent on {truth['engine']} sent it:")
+            say(console, f"spanmill serve listens on {address}, a real agent's spans go there:")
             subprocess.run([sys.executable, CONFORMANCE / "replay.py", RECORDING, address], check=True)
             wait_for_rows(sum(len(generation["choices"]) for generation in truth["generations"]))
         finally:
@@ -105,10 +106,12 @@ def written_calls() -> int:
 
 def show_rollouts(console: Console) -> None:
     """Print the table of rollouts."""
-    table = Table("rollout", "id from", "closed by", "calls", "episodes", "sampled", "trained", title="rollouts")
-    for row in spanmill.read_rollouts(DATA).sort("started_at").collect().to_dicts():
-        counts = ("num_calls", "num_episodes", "tokens_captured", "tokens_trained")
-        table.add_row(row["rollout_id"], row["identity_source"], row["closed_by"], *(str(row[c]) for c in counts))
+    columns = ("rollout", "id from", "calls", "episodes", "tokens trained")
+    table = Table(*columns, title="rollouts", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for row in spanmill.read_rollouts(DATA).sort("started_at", "rollout_id").collect().to_dicts():
+        trained = f"{row['tokens_trained']} of {row['tokens_captured']}"
+        counts = str(row["num_calls"]), str(row["num_episodes"])
+        table.add_row(row["rollout_id"], row["identity_source"], *counts, trained)
     console.print(table)
 
 
@@ -120,8 +123,9 @@ def longest_episode() -> dict[str, Any]:
 
 def show_episode(console: Console, episode: dict[str, Any]) -> None:
     """Print an Episode token by token; of a long context only its ends."""
-    title = f"an episode of rollout {episode['rollout_id']}: {episode['num_turns']} turns"
-    table = Table("position", "token id", "mask", "logprob", "turn", title=title)
+    title = f"an episode of {episode['num_turns']} turns, of rollout {episode['rollout_id']}"
+    console.print(f"{title:^80}")
+    table = Table("position", "token id", "mask", "logprob", "turn", box=SIMPLE_HEAD)
     position = 0
     for number, turn in enumerate(episode["turns"]):
         context, answer = range(position, turn["prompt_end"]), range(turn["prompt_end"], turn["response_end"])

@@ -2,15 +2,15 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from check_recorded import check
 from compare_rows import TABLE_ORDER, Frames, frame_differences, read_frames
 from replay import replay
-
 from spanmill.cli import main
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -32,7 +32,7 @@ def inputs_of(recording: Path) -> list[Path]:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
+def served(folder: Path) -> Generator[str]:
     """`spanmill serve` in a process of its own, as its gRPC address; at the end every rollout is closed and written."""
     out = ["--out", folder / "live", "--journal", folder / "journal", "--flush-on-exit"]
     command = [SPANMILL, "serve", *out, "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
