@@ -1,10 +1,9 @@
 """`spanmill.call`: one LLM call with its exact token ids and logprobs, a span per sampled choice."""
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import Token
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from opentelemetry import trace
 from opentelemetry.context import Context, attach, detach
@@ -15,7 +14,7 @@ from spanmill.instrument import provider
 from spanmill.instrument.answers import read_answer
 from spanmill.instrument.packing import token_attributes
 from spanmill.instrument.reports import guarded, report
-from spanmill.instrument.texts import json_text
+from spanmill.instrument.texts import json_text, to_json
 from spanmill.semconv import (
     CAPTURE,
     CHOICE_INDEX,
@@ -41,6 +40,7 @@ from spanmill.semconv import (
 )
 
 Attributes = dict[str, AttributeValue]
+T = TypeVar("T", int, float, str)
 
 CHAT: Final = "chat"
 TEXT_COMPLETION: Final = "text_completion"
@@ -59,12 +59,12 @@ def request_attributes(
 ) -> Attributes:
     """Attributes of an LLM call span for what was asked: messages and tools in OpenAI chat shape."""
     found: dict[str, str | int | float | None] = {
-        GEN_AI_REQUEST_MODEL: model,
-        GEN_AI_TEMPERATURE: None if temperature is None else float(temperature),
-        GEN_AI_TOP_P: None if top_p is None else float(top_p),
-        GEN_AI_TOP_K: None if top_k is None else int(top_k),
-        GEN_AI_MAX_TOKENS: None if max_tokens is None else int(max_tokens),
-        GEN_AI_CHOICE_COUNT: None if n is None else int(n),
+        GEN_AI_REQUEST_MODEL: _as(str, model, "model"),
+        GEN_AI_TEMPERATURE: _as(float, temperature, "temperature"),
+        GEN_AI_TOP_P: _as(float, top_p, "top_p"),
+        GEN_AI_TOP_K: _as(int, top_k, "top_k"),
+        GEN_AI_MAX_TOKENS: _as(int, max_tokens, "max_tokens"),
+        GEN_AI_CHOICE_COUNT: _as(int, n, "n"),
         GEN_AI_TOOL_DEFINITIONS: json_text(tools, "tools"),
         GEN_AI_INPUT_MESSAGES: json_text(messages, "messages"),
     }
@@ -86,17 +86,30 @@ def answer_attributes(
     """Attributes of an LLM call span for one choice of the answer, but for its tokens (`packing.token_attributes`)."""
     message = {"role": "assistant", "content": response} if isinstance(response, str) else response
     found: dict[str, AttributeValue | None] = {
-        GEN_AI_RESPONSE_ID: response_id,
-        GEN_AI_RESPONSE_MODEL: model,
+        GEN_AI_RESPONSE_ID: _as(str, response_id, "response_id"),
+        GEN_AI_RESPONSE_MODEL: _as(str, model, "model"),
         GEN_AI_FINISH_REASONS: None if finish_reason is None else [str(finish_reason)],
         GEN_AI_OUTPUT_MESSAGES: None if message is None else json_text([message], "response"),
         POLICY_VERSION: None if policy_version is None else str(policy_version),
-        POLICY_VERSIONS: None if policy_versions is None else json.dumps(policy_versions),
-        LOGPROBS_MODE: logprobs_mode,
-        GEN_AI_INPUT_TOKENS: prompt_tokens,
-        GEN_AI_OUTPUT_TOKENS: completion_tokens,
+        POLICY_VERSIONS: to_json(policy_versions, "policy_versions"),
+        LOGPROBS_MODE: _as(str, logprobs_mode, "logprobs_mode"),
+        GEN_AI_INPUT_TOKENS: _as(int, prompt_tokens, "prompt_tokens"),
+        GEN_AI_OUTPUT_TOKENS: _as(int, completion_tokens, "completion_tokens"),
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _as(kind: Callable[[Any], T], value: object, what: str) -> T | None:
+    """`value` as a number or text of this kind; None if it is none, which is reported."""
+    if value is None:
+        return None
+    try:
+        if kind is not str or isinstance(value, str):
+            return kind(value)
+    except (TypeError, ValueError, OverflowError):
+        pass  # reported below, like text that is none
+    report(f"call {what}", f"call: {what}: found {type(value).__name__} {value!r}; it is left out")
+    return None
 
 
 class Call:
@@ -184,8 +197,9 @@ class Call:
                     "record outside", "call.record: the call is not going on: record inside `with spanmill.call(...)`"
                 )
                 return
-            for name, value in {**answer_attributes(**answer), **token_attributes(*token_data)}.items():
-                span.set_attribute(name, value)  # pyright: ignore[reportArgumentType]  # bytes, where this SDK keeps them
+            for name, value in token_attributes(*token_data).items():
+                span.set_attribute(name, value)  # pyright: ignore[reportArgumentType]  bytes, where the SDK keeps them
+            span.set_attributes(answer_attributes(**answer))
 
     def from_response(
         self, response: Any, *, policy_version: str | int | None = None, logprobs_mode: str | None = None

@@ -50,7 +50,7 @@ def _array(code: str, values: Any) -> "array[Any]":
     if code == "i" and view.format in NO_IDS:
         raise TypeError(f"numbers of format {view.format} are no token ids")
     if view.format == code and view.c_contiguous:
-        packed.frombytes(view)
+        packed.frombytes(view.cast("B"))
     else:
         packed.extend(values.tolist() if hasattr(values, "tolist") else view.tolist())
     return packed
@@ -71,8 +71,9 @@ def pack_ids(ids: Iterable[int] | None, what: str = "token ids") -> tuple[Packed
     """
     if ids is None:
         return None
-    values: Any = ids if hasattr(ids, "__len__") else list(ids)
+    values: Any = ids
     try:
+        values = ids if hasattr(ids, "__len__") else list(ids)
         packed = _array("i", values)
     except OverflowError:
         wide = [int(i) for i in values]
@@ -90,9 +91,8 @@ def pack_logprobs(logprobs: Iterable[float] | None) -> tuple[bytes | str, int] |
     """(packed logprobs, how many); None if there are none, or if one is missing: a list with a hole is not a list."""
     if logprobs is None:
         return None
-    values: Any = logprobs if hasattr(logprobs, "__len__") else list(logprobs)
     try:
-        packed = _array("f", values)
+        packed = _array("f", logprobs if hasattr(logprobs, "__len__") else list(logprobs))
     except (TypeError, ValueError, OverflowError) as error:
         report(
             "logprobs",

@@ -24,9 +24,9 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is neither JSON nor an object with model_dump")
 
 
-def json_text(value: object, what: str) -> str | None:
-    """`value` as JSON in ASCII; None if there is none, or if it is too long or no JSON (reported)."""
-    if value is None or not captures_text():
+def to_json(value: object, what: str) -> str | None:
+    """`value` as JSON in ASCII; None if there is none, or if it is no JSON or too long (reported)."""
+    if value is None:
         return None
     try:
         text = json.dumps(value, default=plain)
@@ -37,3 +37,8 @@ def json_text(value: object, what: str) -> str | None:
         report(f"long {what}", f"{what}: {len(text)} characters of JSON, more than {MAX_TEXT}; not recorded")
         return None
     return text
+
+
+def json_text(value: object, what: str) -> str | None:
+    """`value`, which holds what people or models wrote, as JSON like `to_json`, unless text is not recorded."""
+    return to_json(value, what) if captures_text() else None
