@@ -236,9 +236,9 @@ def test_a_span_without_any_id_is_not_written_as_a_log_record() -> None:
     (bad,) = decode_traces(traces(SpanMessage(trace_id=TRACE, name="lost", end_time_unix_nano=5))).bad
 
     span = {"traceId": TRACE.hex(), "spanId": "0" * 16, "name": "lost", "endTimeUnixNano": "5"}
-    expected: Json = {
-        "resourceSpans": [{"resource": {}, "scopeSpans": [{"scope": {"name": "tests"}, "spans": [span]}]}]
-    }
+    empty: dict[str, Json] = {}
+    group = {"resource": empty, "scopeSpans": [{"scope": {"name": "tests"}, "spans": [span]}]}
+    expected = {"resourceSpans": [group]}
     assert ("", expected) == (bad.span_id, json.loads(bad.span))
 
 

@@ -1,0 +1,302 @@
+"""What `spanmill build` reads: files and folders of recorded OTLP requests, and tables of rewards. Read lazily."""
+
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from decimal import Decimal
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from spanmill.collector import journal
+from spanmill.collector.framing import (
+    UnknownFormatError,
+    compression,
+    json_kind,
+    protobuf_requests,
+    starts_json,
+    warn_once,
+)
+from spanmill.collector.journal import Kind
+from spanmill.errors import InputError
+from spanmill.triplets.records import Json, Reward
+
+_CHUNK: Final = 1 << 20
+_LINES: Final = (".jsonl", ".ndjson")
+_PROTOBUF: Final = (".binpb", ".pb", ".otlp")
+"""A file of a folder that is called so has to be readable, others are passed over if they are not OTLP."""
+_PACKED: Final = (".gz", ".zst", ".zstd")
+
+
+def read_requests(path: Path) -> Iterator[tuple[Kind, bytes]]:
+    """The OTLP requests that a file or folder holds, in their order.
+
+    A file holds OTLP/JSON lines, or protobuf requests with a length before each (4 bytes big-endian, or a varint) or
+    one alone; it may be compressed by gzip or zstd. Content decides, not the name. A folder with journal segments is
+    read as a journal, whose records of other kinds come too; other folders are read file by file, sorted by name.
+
+    What is passed over is logged: a last request that was cut, and files of a folder that are not OTLP. A request
+    that does not parse is handed on, for its reader to count. Raises InputError if there is nothing to read, the
+    format is unknown, or the file is damaged so that what follows cannot be found.
+    """
+    if not path.is_dir():
+        yield from _file_requests(path)
+        return
+    found = False
+    others: list[Path] = []
+    for entry in _entries(path):
+        try:
+            yield from _journal_requests(entry) if entry.is_dir() else _file_requests(entry)
+            found = True
+        except UnknownFormatError:
+            if _suffix(entry) in _PROTOBUF:
+                raise
+            others.append(entry)
+    if not found:
+        raise InputError(f"{path} holds no journal and no file of OTLP requests")
+    if others:
+        warn_once(f"{len(others)} files in {path} are not OTLP and are passed over, the first is {others[0]}")
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """The journals and files of a folder and of those in it."""
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise InputError(f"{folder} cannot be read: {error.strerror or error}") from error
+    if any(entry.suffix == ".journal" for entry in entries):
+        yield folder
+        return
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            yield from _entries(entry)
+        else:
+            yield entry
+
+
+def _suffix(path: Path) -> str:
+    """The suffix of what a file holds, whether it is compressed or not."""
+    return next((suffix for suffix in reversed(path.suffixes) if suffix not in _PACKED), "")
+
+
+def _journal_requests(folder: Path) -> Iterator[tuple[Kind, bytes]]:
+    damage: dict[journal.Position, int] = {}
+    for entry in journal.read(folder, damage=damage):
+        yield entry.kind, entry.body
+    if damage:
+        warn_once(f"{folder}: {sum(damage.values())} bytes in {len(damage)} places are damaged and left out")
+
+
+def _file_requests(path: Path) -> Iterator[tuple[Kind, bytes]]:
+    try:
+        with _open(path) as stream:
+            head = stream.peek(64)[:64]
+            if starts_json(head):
+                yield from _json_requests(path, stream)
+                return
+        if head:
+            yield from protobuf_requests(path, lambda: _open(path))
+    except InputError:
+        raise
+    except (OSError, zlib.error, zstandard.ZstdError) as error:
+        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _json_requests(path: Path, stream: io.BufferedReader) -> Iterator[tuple[Kind, bytes]]:
+    usual: Kind | None = None
+    for line in stream:
+        if line.isspace():
+            continue
+        if usual is None and line.strip() == b"{":  # one request, written over many lines
+            line += stream.read()
+        kind = json_kind(line) or usual
+        if kind is None:
+            if _suffix(path) in _LINES and not _is_json(line):
+                raise InputError(f"{path} is damaged: its first line is no whole JSON object")
+            raise UnknownFormatError(f"{path} holds JSON, but not OTLP: no resourceSpans or resourceLogs at its start")
+        if usual is not None and not line.endswith(b"\n") and not _is_json(line):
+            warn_once(f"{path} ends within a line, which is left out")
+            return
+        usual = kind
+        yield kind, line
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line.decode("utf-8-sig", "replace"))
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _open(path: Path) -> io.BufferedReader:
+    """The content of a file, decompressed while it is read."""
+    file = path.open("rb")
+    match compression(file.peek(4)):
+        case "gzip":
+            return io.BufferedReader(_Chunks(file, _gunzip(file)), _CHUNK)
+        case "zstd":
+            reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+            return io.BufferedReader(_Chunks(file, iter(lambda: reader.read(_CHUNK), b"")), _CHUNK)
+        case _:
+            return file
+
+
+def _gunzip(file: io.BufferedReader) -> Iterator[bytes]:
+    reader = gzip.GzipFile(fileobj=file)
+    try:
+        while chunk := reader.read1(_CHUNK):
+            yield chunk
+    except EOFError:
+        warn_once(f"{file.name} ends within its compressed data; what stands before that is read")
+
+
+class _Chunks(io.RawIOBase):
+    """What is decompressed from a file, as a file that closes the other one."""
+
+    def __init__(self, file: io.BufferedReader, chunks: Iterator[bytes]) -> None:
+        self._file = file
+        self._chunks = chunks
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._rest or memoryview(next(self._chunks, b""))
+        size = min(len(data), len(buffer))
+        buffer[:size] = data[:size]
+        self._rest = data[size:]
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def read_rewards(path: Path) -> Iterator[Reward]:
+    """The rewards of a Parquet, CSV or JSONL table, row by row; `source` is "table".
+
+    Columns are rollout_id, value and, if they are there, attempt, call_id and name; others are not read. A value is a
+    number or boolean, in text also NaN, Infinity, true and false. Raises InputError that names the row.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+        if head.startswith(b"PAR1"):
+            rows = _parquet_rows(path)
+        elif path.suffix in _LINES or starts_json(head):
+            rows = _jsonl_rows(path)
+        else:
+            rows = _csv_rows(path)
+        for where, row in rows:
+            try:
+                yield _reward(row)
+            except (ValueError, OverflowError) as error:
+                raise InputError(f"{path}, {where}: {error}") from error
+    except InputError:
+        raise
+    except (OSError, pa.ArrowException, csv.Error, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+_REWARD_COLUMNS: Final = ("rollout_id", "value", "attempt", "call_id", "name")
+_Row = tuple[str, dict[str, Json]]
+"""Where the row stands, and its cells."""
+
+
+def _parquet_rows(path: Path) -> Iterator[_Row]:
+    with pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        _check_columns(path, names)
+        numbers = count(1)
+        for batch in file.iter_batches(columns=[name for name in _REWARD_COLUMNS if name in names]):
+            for row in batch.to_pylist():
+                yield f"row {next(numbers)}", row
+
+
+def _csv_rows(path: Path) -> Iterator[_Row]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file)
+        _check_columns(path, reader.fieldnames or ())
+        for row in reader:
+            where = f"line {reader.line_num}"
+            if None in row:
+                raise InputError(f"{path}, {where}: more cells than the header has; a comma in a cell needs quotes")
+            yield where, row
+
+
+def _jsonl_rows(path: Path) -> Iterator[_Row]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if line.isspace():
+                continue
+            try:
+                row: Json = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{path}, line {number}: no JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise InputError(f"{path}, line {number}: {line.strip():.80} is no JSON object")
+            yield f"line {number}", cast("dict[str, Json]", row)
+
+
+def _check_columns(path: Path, names: Iterable[str]) -> None:
+    found = list(names)
+    for name in ("rollout_id", "value"):
+        if name not in found:
+            raise InputError(f"{path} has no column {name}; its columns are {', '.join(found) or 'none'}")
+
+
+def _reward(row: dict[str, Json]) -> Reward:
+    """The reward of a row. Raises ValueError, or OverflowError for an integer that is no double."""
+    rollout_id = _text(row, "rollout_id")
+    if not rollout_id:
+        raise ValueError("rollout_id is empty")
+    return Reward(
+        rollout_id=rollout_id,
+        value=_number(row.get("value")),
+        attempt=_attempt(row.get("attempt")),
+        call_id=_text(row, "call_id") or None,
+        name=_text(row, "name"),
+        source="table",
+    )
+
+
+def _text(row: dict[str, Json], name: str) -> str:
+    value = row.get(name)
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    raise ValueError(f"{name} is {value!r:.80}, not text")
+
+
+def _number(value: Json) -> float:
+    if isinstance(value, bool | int | float | Decimal):
+        return float(value)
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return float(value.lower() == "true")
+    if isinstance(value, str) and value and "_" not in value:
+        return float(value)
+    raise ValueError(f"value is {'missing' if value in (None, '') else format(repr(value), '.80')}; expected a number")
+
+
+def _attempt(value: Json) -> int | None:
+    """None if it is absent, as which tables of other tools write an empty text or NaN."""
+    if value is None or value == "" or value != value:
+        return None
+    if isinstance(value, str) and re.fullmatch("[0-9]+", value):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+        raise ValueError(f"attempt is {value!r:.80}; expected a whole number from 0")
+    return int(value)
