@@ -12,7 +12,7 @@ from spanmill.adapters.calls import join, read_sources
 from spanmill.adapters.dialects import is_call
 from spanmill.adapters.divergence import Drift, find_drifts
 from spanmill.adapters.episodes import make_episodes
-from spanmill.adapters.forest import Node, link
+from spanmill.adapters.forest import link
 from spanmill.adapters.identity import SOURCES, Identities, Identity, Labels, number_attempts
 from spanmill.adapters.joined import Joined, calls_of, first
 from spanmill.adapters.options import DEFAULTS, Options
@@ -173,17 +173,13 @@ def _rollout(key: Key, parts: _Parts, tree: Tree, options: Options) -> Rollout:
 def _order(kept: list[Joined], options: Options) -> tuple[list[Joined], dict[int, Drift]]:
     """The kept calls in turn order, with parents, divergences and retries found."""
     nodes = [c for c in kept if c.has_ids]
-    links = link([_node(c) for c in nodes])
+    links = link([c.node for c in nodes])
     for call, found in zip(nodes, links, strict=True):
         call.parent = nodes[found.parent] if found.parent is not None else None
     retries.resolve(kept, {id(c.parent) for c in nodes if c.parent is not None})
     before = {id(c): [nodes[b] for b in found.before] for c, found in zip(nodes, links, strict=True)}
     ordered = number_turns(kept, before)
     return ordered, find_drifts(ordered, options)
-
-
-def _node(call: Joined) -> Node:
-    return Node(call.prompt, call.response, call.merged.model, call.agent_span)
 
 
 def _status(spans: list[Span]) -> tuple[str, bool]:
@@ -302,9 +298,9 @@ def _triplet(call: Joined, rollout_id: str, labels: Labels, *, failed: bool) -> 
         turn=call.turn,
         choice=call.choice,
         call_id=call.call_id,
-        trace_id=m.span.trace_id,
-        span_id=m.span.span_id,
-        ids_source=m.source,
+        trace_id=call.span.trace_id,
+        span_id=call.span.span_id,
+        ids_source=call.ids_source,
         started_at=call.place.start_ns // 1000,
         ended_at=max(call.place.end_ns, call.place.start_ns) // 1000,
         dialect=m.dialect,

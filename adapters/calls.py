@@ -167,9 +167,10 @@ def _end(span: Span) -> int:
     return max(span.end_ns, span.start_ns)
 
 
-def same_ids(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two sources recorded the same token ids."""
-    return np.array_equal(a, b)
+def same_response(a: Call, b: Call) -> bool:
+    """Whether both recorded the same answer ids."""
+    x, y = a.response_token_ids, b.response_token_ids
+    return x is not None and y is not None and np.array_equal(x, y)
 
 
 def _contradict(a: Source, b: Source) -> bool:
@@ -181,7 +182,7 @@ def _contradict(a: Source, b: Source) -> bool:
 
 def _calls_contradict(x: Call, y: Call) -> bool:
     if x.response_token_ids is not None and y.response_token_ids is not None:
-        return not same_ids(x.response_token_ids, y.response_token_ids)
+        return not same_response(x, y)
     if x.tool_call_ids and y.tool_call_ids:
         return not set(x.tool_call_ids) & set(y.tool_call_ids)
     one, other = answer_text(x.response), answer_text(y.response)
@@ -309,14 +310,8 @@ def _join_by_tree(sources: list[Source], joined: _Joins) -> None:
 def _same_tokens(a: Source, b: Source) -> bool:
     """Whether both recorded the same prompt and answer ids: a proxy between them wrote a response id of its own."""
     x, y = a.calls[0], b.calls[0]
-    if (
-        x.response_token_ids is None
-        or y.response_token_ids is None
-        or x.prompt_token_ids is None
-        or y.prompt_token_ids is None
-    ):
-        return False
-    return same_ids(x.response_token_ids, y.response_token_ids) and same_ids(x.prompt_token_ids, y.prompt_token_ids)
+    prompt, other = x.prompt_token_ids, y.prompt_token_ids
+    return same_response(x, y) and prompt is not None and other is not None and np.array_equal(prompt, other)
 
 
 def _join_by_output(sources: list[Source], joined: _Joins) -> None:

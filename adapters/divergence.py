@@ -22,6 +22,7 @@ def find_drifts(ordered: list[Joined], options: Options) -> dict[int, Drift]:
     """Note on each new root what it could have extended; under `realign`, accept short drifts."""
     drifts: dict[int, Drift] = {}
     earlier = Prefixes()
+    numbers: dict[int, int] = {}
     for number, call in enumerate(ordered):
         if not call.has_ids:
             continue
@@ -34,7 +35,8 @@ def find_drifts(ordered: list[Joined], options: Options) -> dict[int, Drift]:
             if near:
                 call.divergence = _divergence(call, ordered[near[0].node], near[0])
         if call.tokens:
-            earlier.add(number, np.concatenate((call.prompt, call.response)), call.merged.model)
+            numbers[id(call)] = number
+            earlier.add(number, call.node, numbers.get(id(call.parent)))
     return drifts
 
 

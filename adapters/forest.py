@@ -40,7 +40,7 @@ class Links(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """The call with the longest common prefix, and the first position in the child's prompt that differs."""
+    """A call with the longest common prefix, and the first position in the child's prompt that differs."""
 
     node: int
     at: int
@@ -52,20 +52,21 @@ def same_model(a: str | None, b: str | None) -> bool:
 
 
 def link(nodes: Sequence[Node]) -> list[Links]:
-    """What each node extends. Each prompt is hashed once and compared with its matches alone."""
+    """What each node extends. Each token is hashed once, and each prompt compared with its matches alone."""
     if not nodes:
         return []
-    whole = [np.concatenate((n.prompt, n.response)) for n in nodes]
-    powers = _powers(max(w.size for w in whole))
-    hashes = [np.cumsum((w.astype(np.uint64) + np.uint64(1)) * powers[: w.size]) for w in whole]
+    sizes = [n.prompt.size + n.response.size for n in nodes]
+    lengths = sorted({size for size, n in zip(sizes, nodes, strict=True) if n.response.size})
+    stops = np.asarray(lengths, np.int64)
+    powers = _powers(max(sizes))
     ends: dict[tuple[int, int], list[int]] = defaultdict(list)
+    hashes: list[list[int]] = []
     for i, node in enumerate(nodes):
+        at_stops, end = _hash(node, stops, powers)
+        hashes.append(at_stops)
         if node.response.size:
-            ends[whole[i].size, int(hashes[i][-1])].append(i)
-    lengths = np.unique(np.fromiter((length for length, _ in ends), np.int64, len(ends)))
-    return [
-        _links(i, nodes, whole, _matches(nodes[i].prompt, hashes[i], lengths, ends, whole)) for i in range(len(nodes))
-    ]
+            ends[sizes[i], end].append(i)
+    return [_links(i, nodes, _matches(nodes, i, lengths, hashes[i], ends)) for i in range(len(nodes))]
 
 
 def _powers(n: int) -> np.ndarray:
@@ -74,22 +75,33 @@ def _powers(n: int) -> np.ndarray:
     return np.cumprod(powers)
 
 
+def _hash(node: Node, stops: np.ndarray, powers: np.ndarray) -> tuple[list[int], int]:
+    """(hashes of the prompt's beginnings of the lengths `stops`, as far as it reaches; hash of prompt and response)."""
+    p = node.prompt.size
+    # uint64 arithmetic wraps around; equal hashes are compared token by token before they count.
+    sums = np.cumsum((node.prompt.astype(np.uint64) + np.uint64(1)) * powers[:p])
+    own = ((node.response.astype(np.uint64) + np.uint64(1)) * powers[p : p + node.response.size]).sum()
+    end = (int(sums[-1]) if p else 0) + int(own)
+    return sums[stops[: np.searchsorted(stops, p, "right")] - 1].tolist(), end % 2**64
+
+
 def _matches(
-    prompt: TokenIds,
-    hashes: np.ndarray,
-    lengths: np.ndarray,
-    ends: dict[tuple[int, int], list[int]],
-    whole: list[TokenIds],
+    nodes: Sequence[Node], i: int, lengths: list[int], hashes: list[int], ends: dict[tuple[int, int], list[int]]
 ) -> Iterator[tuple[int, list[int]]]:
-    """(length, calls) of every call whose tokens are a prefix of the prompt, longest first."""
-    possible = lengths[: np.searchsorted(lengths, prompt.size, "right")]
-    for length, value in zip(possible[::-1].tolist(), hashes[possible - 1][::-1].tolist(), strict=True):
-        found = [i for i in ends.get((length, value), ()) if np.array_equal(whole[i], prompt[:length])]
+    """(length, calls) of every call whose tokens are a prefix of the prompt of node `i`, longest first."""
+    prompt = nodes[i].prompt
+    for k in range(len(hashes) - 1, -1, -1):
+        found = [f for f in ends.get((lengths[k], hashes[k]), ()) if _is_prefix(nodes[f], prompt)]
         if found:
-            yield length, found
+            yield lengths[k], found
 
 
-def _links(i: int, nodes: Sequence[Node], whole: list[TokenIds], matches: Iterator[tuple[int, list[int]]]) -> Links:
+def _is_prefix(node: Node, prompt: TokenIds) -> bool:
+    p, end = node.prompt.size, node.prompt.size + node.response.size
+    return np.array_equal(node.prompt, prompt[:p]) and np.array_equal(node.response, prompt[p:end])
+
+
+def _links(i: int, nodes: Sequence[Node], matches: Iterator[tuple[int, list[int]]]) -> Links:
     parent: int | None = None
     before: list[int] = []
     covered = -1  # calls of up to this many tokens come before one of `before` already
@@ -105,37 +117,69 @@ def _links(i: int, nodes: Sequence[Node], whole: list[TokenIds], matches: Iterat
     return Links(parent, before)
 
 
+class _Entry(NamedTuple):
+    number: int
+    node: Node
+    parent: int | None
+
+
 class Prefixes:
-    """Earlier calls by their tokens, to find the one that shares the longest prefix with a prompt."""
+    """Earlier calls by their tokens, to find those that share the longest prefix with a prompt.
+
+    Only the ends of chains are kept in order: what shares a prefix with a call shares it with the call's parent as far
+    as the parent reaches.
+    """
 
     def __init__(self) -> None:
-        self._sorted: dict[str | None, list[tuple[bytes, int]]] = defaultdict(list)
+        self._entries: dict[int, _Entry] = {}
+        self._ends: dict[int, None] = {}
+        self._sorted: list[tuple[bytes, int]] = []
+        self._listed: dict[int, bytes] = {}
 
-    def add(self, node: int, tokens: TokenIds, model: str | None) -> None:
-        """Add a call's prompt and response, (P + R,)."""
-        insort(self._sorted[model], (_big_endian(tokens), node))
+    def add(self, number: int, node: Node, parent: int | None) -> None:
+        """Add a call that sampled something; `parent` is the number of the call that it extends, if that was added."""
+        self._entries[number] = _Entry(number, node, parent)
+        if parent is not None:
+            self._ends.pop(parent, None)
+        self._ends[number] = None
 
     def longest(self, prompt: TokenIds, model: str | None) -> list[Divergence]:
-        """All calls that share the longest prefix with the prompt, by their numbers; [] if none shares any."""
+        """All calls of the model that share the longest prefix with the prompt, by number; [] if none shares any."""
+        self._list()
         wanted = _big_endian(prompt)
         best = 0
         found: list[int] = []
-        for other, entries in self._sorted.items():
-            if not same_model(other, model):
-                continue
-            at = bisect_left(entries, (wanted, -1))
-            shared = max((_common(wanted, e[0]) for e in entries[max(0, at - 1) : at + 1]), default=0)
-            if shared < best or not shared:
-                continue
-            if shared > best:
-                best, found = shared, []
-            prefix = wanted[: 4 * shared]
-            start = bisect_left(entries, (prefix, -1))
-            for tokens, node in entries[start:]:
-                if not tokens.startswith(prefix):
-                    break
-                found.append(node)
-        return [Divergence(n, best) for n in sorted(found)]
+        at = bisect_left(self._sorted, (wanted, -1))
+        for way in (range(at - 1, -1, -1), range(at, len(self._sorted))):
+            for k in way:
+                tokens, number = self._sorted[k]
+                shared = _common(wanted, tokens)
+                if shared < best or not shared:
+                    break  # further away they share less
+                if not same_model(self._entries[number].node.model, model):
+                    continue
+                if shared > best:
+                    best, found = shared, []
+                found.append(number)
+        return [Divergence(n, best) for n in sorted({a for n in found for a in self._reaching(n, best)})]
+
+    def _list(self) -> None:
+        for number in [n for n in self._listed if n not in self._ends]:
+            self._sorted.remove((self._listed.pop(number), number))
+        for number in self._ends:
+            if number not in self._listed:
+                node = self._entries[number].node
+                self._listed[number] = _big_endian(node.prompt) + _big_endian(node.response)
+                insort(self._sorted, (self._listed[number], number))
+
+    def _reaching(self, number: int | None, shared: int) -> Iterator[int]:
+        """The call and those that it extends, as far as they reach the end of the shared prefix."""
+        while number is not None:
+            _, node, parent = self._entries[number]
+            if node.prompt.size + node.response.size < shared:
+                return
+            yield number
+            number = parent
 
 
 def _big_endian(tokens: TokenIds) -> bytes:

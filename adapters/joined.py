@@ -7,9 +7,10 @@ from typing import Final, TypeVar
 import numpy as np
 
 from spanmill.adapters import checks
-from spanmill.adapters.calls import ENGINE_SIDE, Request
+from spanmill.adapters.calls import ENGINE_SIDE, Request, same_response
+from spanmill.adapters.forest import Node
 from spanmill.adapters.identity import Identities, Identity
-from spanmill.adapters.spans import Tree, agent_name, is_reward
+from spanmill.adapters.spans import Tree, agent_name
 from spanmill.adapters.values import Fault
 from spanmill.triplets.records import Call, Json, Span, TokenIds
 
@@ -50,8 +51,20 @@ class Joined:
     @property
     def call_id(self) -> str:
         """The response id, else the hex id of the span; `#choice` behind it for choices above 0."""
-        name = self.merged.response_id or self.merged.span.span_id
+        name = self.merged.response_id or self.span.span_id
         return f"{name}#{self.choice}" if self.choice else name
+
+    @property
+    def span(self) -> Span:
+        """The span that supplied the token ids, or their damage; else the call's at the client's side."""
+        best = self.best
+        told = best.response_token_ids is not None or best.prompt_token_ids is not None or best.faults
+        return best.span if told else self.place
+
+    @property
+    def ids_source(self) -> str:
+        """Who recorded the answer ids: engine, gateway, client, or none."""
+        return self.best.source if self.best.response_token_ids is not None else "none"
 
     @property
     def tokens(self) -> int:
@@ -71,6 +84,11 @@ class Joined:
         return _NO_IDS if ids is None else ids
 
     @property
+    def node(self) -> Node:
+        """The call as the forest sees it."""
+        return Node(self.prompt, self.response, self.merged.model, self.agent_span)
+
+    @property
     def has_ids(self) -> bool:
         """Whether prompt and answer ids are known."""
         return self.merged.prompt_token_ids is not None and self.merged.response_token_ids is not None
@@ -78,7 +96,7 @@ class Joined:
     @property
     def start_key(self) -> tuple[int, str, int, str, int]:
         """Orders calls that have nothing to do with each other; retries share a client span and go by their own."""
-        own = self.merged.span
+        own = self.span
         return self.place.start_ns, self.place.span_id, own.start_ns, own.span_id, self.choice
 
     def blocked(self, *, failed: bool) -> bool:
@@ -116,16 +134,29 @@ def _join(
 ) -> Joined:
     own = [c for c in sources if id(c) not in covering]
     best = checks.supplier(own)
+    client = [c for c in sources if c.source not in ENGINE_SIDE]
+    place, agent, agent_span = _place(client or sources, tree)
+    merged = best if len(sources) == 1 else _merge(best, own, sources)
+    identity = _identity(client, sources, identities)
+    joined = Joined(request, choice, sources, best, merged, place, identity, agent, agent_span)
+    if any((c.span.trace_id, c.span.span_id) in tree.conflicting for c in sources):
+        joined.flags.add("conflicting_duplicate")
+    if tree.is_orphan(place):
+        joined.flags.add("orphan")
+    if any(tree.under_reward(c.span) for c in sources):
+        joined.flags.add("reward_call")
+    return joined
+
+
+def _merge(best: Call, own: list[Call], sources: list[Call]) -> Call:
+    """Token data and sampling from the most trusted source that knows them, messages from the agent's side."""
     by_trust = [best, *sorted((c for c in own if c is not best), key=lambda c: (checks.trust(c), *_when(c)))]
     telling = sorted(sources, key=lambda c: (TELLING[c.source], *_when(c)))
-    client = [c for c in sources if c.source not in ENGINE_SIDE] or sources
-    place, agent, agent_span = _place(client, tree)
-    has_ids = best.response_token_ids is not None or best.prompt_token_ids is not None or bool(best.faults)
-    merged = replace(
+    return replace(
         best,
-        span=best.span if has_ids else place,
-        source=best.source if best.response_token_ids is not None else "none",
-        response_id=first(c.response_id for c in sorted(own, key=lambda c: (TELLING[c.source], *_when(c)))),
+        prompt_token_ids=first(c.prompt_token_ids for c in by_trust),
+        response_logprobs=first(c.response_logprobs for c in by_trust if c is best or same_response(c, best)),
+        response_id=first(c.response_id for c in telling if any(c is o for o in own)),
         model=first(c.model for c in by_trust),
         logprobs_mode=first(c.logprobs_mode for c in by_trust),
         policy_version=first(c.policy_version for c in by_trust),
@@ -136,25 +167,13 @@ def _join(
         finish_reason=first(c.finish_reason for c in by_trust),
         stop_reason=first(c.stop_reason for c in by_trust),
         multimodal=first(c.multimodal for c in by_trust),
-        hidden_payload=all(c.hidden_payload for c in sources if c.messages) and any(c.hidden_payload for c in sources),
+        hidden_payload=any(c.hidden_payload for c in sources) and all(c.hidden_payload for c in sources if c.messages),
         routed_experts=first(c.routed_experts for c in by_trust),
         messages=first(c.messages for c in telling),
         response=first(c.response for c in telling),
         tools=first(c.tools for c in telling),
         metadata={k: v for c in reversed(telling) for k, v in c.metadata.items()},
     )
-    spans = {id(c.span): c.span for c in sources}
-    joined = Joined(
-        request, choice, sources, best, merged, place, _identity(client, sources, identities), agent, agent_span
-    )
-    keys = {(s.trace_id, s.span_id) for s in spans.values()}
-    if keys & tree.conflicting:
-        joined.flags.add("conflicting_duplicate")
-    if tree.is_orphan(place):
-        joined.flags.add("orphan")
-    if any(is_reward(above) for span in spans.values() for above in tree.ancestors(span)):
-        joined.flags.add("reward_call")
-    return joined
 
 
 def _when(call: Call) -> tuple[int, str]:
@@ -181,7 +200,7 @@ def _place(client: list[Call], tree: Tree) -> tuple[Span, str | None, tuple[str,
 
 def _identity(client: list[Call], sources: list[Call], identities: Identities) -> Identity:
     """The strongest identity among the call's spans; between equally strong ones the client's."""
-    order = [*client, *(c for c in sources if c not in client)]
+    order = [*client, *(c for c in sources if c.source in ENGINE_SIDE)]
     own = [i for c in order if (i := identities.explicit(c.span))]
     if own:
         return min(own, key=lambda i: i.rank)

@@ -13,6 +13,7 @@ FINISH_WORDS: Final = {
     "end_turn": "stop",
     "stop_sequence": "stop",
     "completed": "stop",
+    "end": "stop",
     "eos": "stop",
     "max_tokens": "length",
     "max_output_tokens": "length",
@@ -29,6 +30,8 @@ FINISH_WORDS: Final = {
 MEDIA_TYPES: Final = frozenset(
     {"image_url", "input_image", "image", "input_audio", "audio", "audio_url", "video_url", "video"}
 )
+MAX_DEPTH: Final = 24
+"""Steps of a flattened name that are taken apart."""
 REDACTED: Final = frozenset({"", "__REDACTED__", "[REDACTED]", "<redacted>", "REDACTED"})
 
 
@@ -36,7 +39,7 @@ def finish_word(reason: Json) -> str | None:
     """A finish reason in OpenAI's words; an unknown word is kept in lower case."""
     if not isinstance(reason, str) or not reason:
         return None
-    word = reason.lower()
+    word = reason.lower().replace("-", "_")
     return FINISH_WORDS.get(word, word)
 
 
@@ -61,88 +64,6 @@ def tool_call(call_id: Json, name: Json, arguments: Json) -> dict[str, Json]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_text(arguments)}}
 
 
-def from_parts(message: Mapping[str, Json]) -> list[dict[str, Json]]:
-    """A GenAI message (`role`, `parts`) as OpenAI messages: tool results become messages of their own.
-
-    A message that has no `parts` is in OpenAI shape already and comes back as it is.
-    """
-    if "parts" not in message:
-        return [dict(message)]
-    content: list[dict[str, Json]] = []
-    calls: list[dict[str, Json]] = []
-    reasoning: list[str] = []
-    results: list[dict[str, Json]] = []
-    for part in as_objects(message["parts"]):
-        kind = part.get("type")
-        if kind == "text":
-            content.append({"type": "text", "text": part.get("content", part.get("text"))})
-        elif kind in ("reasoning", "thinking"):
-            reasoning.append(str(part.get("content", "")))
-        elif kind == "tool_call":
-            calls.append(tool_call(part.get("id"), part.get("name"), part.get("arguments")))
-        elif kind == "tool_call_response":
-            result = part.get("response", part.get("result"))
-            results.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": part.get("id"),
-                    "content": result if isinstance(result, str) else dump_json(result),
-                }
-            )
-        else:
-            content.append(_media(part))
-    out: list[dict[str, Json]] = []
-    if content or calls or reasoning or not results:
-        only_text = [c["text"] for c in content if c["type"] == "text"]
-        plain = only_text[0] if len(content) == len(only_text) == 1 else content or None
-        made: dict[str, Json] = {"role": message.get("role"), "content": plain}
-        if message.get("name"):
-            made["name"] = message["name"]
-        if reasoning:
-            made["reasoning_content"] = "".join(reasoning)
-        if calls:
-            made["tool_calls"] = calls
-        out.append(made)
-    return out + results
-
-
-def _media(part: dict[str, Json]) -> dict[str, Json]:
-    """A part that is no text: an image by reference where there is one, else the part as it was recorded."""
-    modality = part.get("modality") or str(part.get("mime_type", "")).partition("/")[0]
-    if part.get("type") == "uri" and modality == "image":
-        return {"type": "image_url", "image_url": {"url": part.get("uri")}}
-    if part.get("type") == "blob" and modality == "image":
-        return {"type": "image_url", "image_url": {"url": f"data:{part.get('mime_type')};base64,{part.get('content')}"}}
-    return part
-
-
-def conversation(messages: Json, instructions: Json = None) -> list[dict[str, Json]] | None:
-    """GenAI or OpenAI messages as OpenAI messages, system instructions first; None if none were recorded."""
-    out: list[dict[str, Json]] = []
-    if instructions:
-        parts = cast(
-            "Json", instructions if isinstance(instructions, list) else [{"type": "text", "content": instructions}]
-        )
-        out += from_parts({"role": "system", "parts": parts})
-    for message in as_objects(messages):
-        out += from_parts(message)
-    return out or None
-
-
-def tool_definitions(tools: Json) -> Json:
-    """Tool definitions in OpenAI shape: GenAI's flat functions are nested, anything else comes back as it is."""
-    if not isinstance(tools, list):
-        return tools
-    return [_function(t) for t in cast("list[Json]", tools)]
-
-
-def _function(tool: Json) -> Json:
-    flat = as_object(tool)
-    if flat.get("type", "function") != "function" or "function" in flat or "name" not in flat:
-        return tool
-    return {"type": "function", "function": {k: v for k, v in flat.items() if k != "type" and v is not None}}
-
-
 def tool_call_ids(message: Json) -> tuple[str, ...]:
     """Ids of the tool calls that an assistant message makes."""
     made = as_objects(as_object(message).get("tool_calls"))
@@ -159,9 +80,22 @@ def unflatten(attributes: Attributes, prefix: str) -> list[dict[str, Json]]:
         if not name.startswith(prefix):
             continue
         index, _, rest = name[len(prefix) :].partition(".")
-        if index.isdigit():
-            _set(items.setdefault(int(index), {}), rest.split(".") if rest else [""], value)
-    return [cast("dict[str, Json]", _lists(items[i])) for i in sorted(items)]
+        if _is_index(index):
+            _set(items.setdefault(int(index), {}), rest.split(".", MAX_DEPTH) if rest else [""], value)
+    return [as_object(_lists(items[i])) for i in sorted(items)]
+
+
+def unflatten_object(attributes: Attributes, prefix: str) -> dict[str, Json]:
+    """`PREFIX.a.0.b = v` attributes as one object."""
+    made: dict[str, Json] = {}
+    for name, value in attributes.items():
+        if name.startswith(prefix):
+            _set(made, name[len(prefix) :].split(".", MAX_DEPTH), value)
+    return as_object(_lists(made))
+
+
+def _is_index(step: str) -> bool:
+    return step.isascii() and step.isdigit() and len(step) < 10
 
 
 def _set(into: dict[str, Json], path: list[str], value: Value) -> None:
@@ -172,11 +106,11 @@ def _set(into: dict[str, Json], path: list[str], value: Value) -> None:
 
 
 def _lists(value: Json) -> Json:
-    """Objects whose keys are all numbers are lists."""
+    """Objects whose keys are all numbers are lists; below the top, which stays an object."""
     if not isinstance(value, dict):
         return value
     made = {k: _lists(v) for k, v in cast("dict[str, Json]", value).items()}
-    return [made[k] for k in sorted(made, key=int)] if made and all(k.isdigit() for k in made) else made
+    return [made[k] for k in sorted(made, key=int)] if made and all(_is_index(k) for k in made) else made
 
 
 def has_media(messages: Json) -> tuple[bool, bool]:

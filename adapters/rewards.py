@@ -1,9 +1,10 @@
 """Rewards: where they stand in spans, which of them count, and for what (design section 8)."""
 
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from spanmill.adapters.options import Options
 from spanmill.adapters.spans import Tree
 from spanmill.adapters.values import identifier
 from spanmill.triplets.records import Attributes, Reward, RewardSeen, Span, Value
+
+SpanKey: TypeAlias = tuple[str, str]
+"""(trace id, span id)."""
 
 NOT_JUDGED: Final = frozenset({"error", "empty_response", "superseded", "undelivered", "reward_call"})
 """Calls that never take a reward in another's place."""
@@ -154,61 +158,88 @@ class Judged:
 def judge(rewards: Sequence[Seen], calls: Sequence[Joined], tree: Tree, options: Options) -> Judged:
     """Give every call its step reward and return the rollout's final one.
 
-    `rewards` are usable numbers in time order, those of requests and tables last. For one target the newest counts.
+    `rewards` are in time order, those of requests and tables last. For one target the newest counts.
     """
     final: float | None = None
     final_named = False
     seen: list[RewardSeen] = []
     misses: list[Seen] = []
+    places = _Places(calls, rewards, tree) if rewards else None
     for reward in rewards:
         number = reward.number
-        if number is None:
+        if number is None or places is None:
             continue
-        counts = reward.counts and options.counts(reward.name)
-        targets = _targets(reward, calls, tree)
-        seen.append(RewardSeen(reward.name, number, targets[0].call_id if targets else reward.call_id, reward.source))
-        if reward.call_id is not None and not targets:
+        target = places.target(reward)
+        seen.append(RewardSeen(reward.name, number, target.call_id if target else reward.call_id, reward.source))
+        if reward.call_id is not None and target is None:
             misses.append(reward)
-        if not counts:
+        if not (reward.counts and options.counts(reward.name)):
             continue
-        for call in targets:
-            call.reward = number
-        if targets or reward.call_id is not None:
+        if target is not None or reward.call_id is not None:
+            if target is not None:
+                target.reward = number
             continue
-        if reward.span is not None:
-            step = _last_before(reward, calls, tree)
-            if step is not None:
-                step.reward = number
+        step = places.last_before(reward)
+        if step is not None:
+            step.reward = number
         named = reward.name == "final" or reward.span is None
         if named or not final_named:
-            final, final_named = number, named or final_named
+            final, final_named = number, named
     return Judged(final, seen, misses)
 
 
-def _targets(reward: Seen, calls: Sequence[Joined], tree: Tree) -> list[Joined]:
-    """The call that a reward names, or that it is an event or child of; without a choice in the name, the lowest."""
-    if reward.call_id is not None:
-        named = [c for c in calls if reward.call_id == c.call_id]
-        named = named or [c for c in calls if reward.call_id in {s.response_id for s in c.sources}]
-        return (named or [c for c in calls if reward.call_id in {s.span.span_id for s in c.sources}])[:1]
-    if reward.span is None:
-        return []
-    own = [c for c in calls if any(s.span is reward.span for s in c.sources)] if reward.inside else []
-    return (own or _called_above(reward.span, calls, tree))[:1]
+class _Places:
+    """Where a rollout's rewards may belong."""
 
+    def __init__(self, calls: Sequence[Joined], rewards: Sequence[Seen], tree: Tree) -> None:
+        by_turn = sorted(calls, key=lambda c: (c.turn, c.choice))
+        self._named: dict[str, Joined] = {}
+        self._of_span: dict[SpanKey, Joined] = {}
+        for call in by_turn:
+            for source in call.sources:
+                self._of_span.setdefault((source.span.trace_id, source.span.span_id), call)
+        # The call's own id goes first, then any response id of its spans, then their span ids.
+        kinds_of_name: tuple[Callable[[Joined], list[str]], ...] = (
+            lambda c: [c.call_id],
+            lambda c: [s.response_id for s in c.sources if s.response_id],
+            lambda c: [s.span.span_id for s in c.sources],
+        )
+        for names in kinds_of_name:
+            for call in by_turn:
+                for name in names(call):
+                    self._named.setdefault(name, call)
+        ended = [c for c in by_turn if c.place.end_ns and not c.flags & NOT_JUDGED]
+        # Of calls that ended together the later turn, and of its choices the lowest, stands last.
+        ended.sort(key=lambda c: (c.place.end_ns, c.turn, -c.choice))
+        asked = {_parent(r) for r in rewards if r.span is not None}
+        self._below: dict[SpanKey, list[Joined]] = {key: [] for key in asked}
+        for call in ended:
+            for above in tree.ancestors(call.place) if asked else ():
+                key = above.trace_id, above.span_id
+                if key in asked:
+                    self._below[key].append(call)
+        self._ended = ended
 
-def _called_above(span: Span, calls: Sequence[Joined], tree: Tree) -> list[Joined]:
-    above = tree.parent(span)
-    keys = {(above.trace_id, above.span_id)} if above is not None else set[tuple[str, str]]()
-    return [c for c in calls if any((s.span.trace_id, s.span.span_id) in keys for s in c.sources)]
+    def target(self, reward: Seen) -> Joined | None:
+        """The call that a reward names, or whose event or child it is."""
+        if reward.call_id is not None:
+            return self._named.get(reward.call_id)
+        return self._of_span.get(_parent(reward)) if reward.span is not None else None
 
-
-def _last_before(reward: Seen, calls: Sequence[Joined], tree: Tree) -> Joined | None:
-    """The last call that ended before the reward under the same parent span, else in the rollout."""
-    ended = [c for c in calls if c.place.end_ns and c.place.end_ns <= reward.time_ns and not c.flags & NOT_JUDGED]
-    span = reward.span
-    if span is None or not ended:
+    def last_before(self, reward: Seen) -> Joined | None:
+        """The last call that ended before the reward under the same parent span, else in the rollout."""
+        if reward.span is None:
+            return None
+        for calls in (self._below[_parent(reward)], self._ended):
+            at = bisect_right(calls, reward.time_ns, key=lambda c: c.place.end_ns)
+            if at:
+                return calls[at - 1]
         return None
-    parent = (span.trace_id, span.span_id) if reward.inside else (span.trace_id, span.parent_id)
-    siblings = [c for c in ended if any((a.trace_id, a.span_id) == parent for a in tree.ancestors(c.place))]
-    return max(siblings or ended, key=lambda c: (c.place.end_ns, c.turn, -c.choice))
+
+
+def _parent(reward: Seen) -> SpanKey:
+    """The span that a reward stands under: the one that has the event, else the parent of its own span."""
+    span = reward.span
+    if span is None:
+        return "", ""
+    return span.trace_id, span.span_id if reward.inside else span.parent_id

@@ -130,6 +130,7 @@ class Tree:
         self._by_id = by_id
         self.logs: list[Span] = [s for k in sorted(logs) for s in sorted(logs[k], key=_digest)]
         """Log records, each once."""
+        self._rewards = {key for key, span in by_id.items() if is_reward(span)}
         for log in self.logs:
             self._attach(log)
         self.spans: list[Span] = sorted(by_id.values(), key=lambda s: (s.start_ns, s.span_id, s.trace_id))
@@ -154,6 +155,10 @@ class Tree:
             yield above
             seen.add(above.span_id)
             above = self.parent(above)
+
+    def under_reward(self, span: Span) -> bool:
+        """Whether the span stands below one that computes a reward, so that a call there is a judge's."""
+        return bool(self._rewards) and any((a.trace_id, a.span_id) in self._rewards for a in self.ancestors(span))
 
     def is_orphan(self, span: Span) -> bool:
         """Whether the span's parent is of this process by its flags, or of unknown place, and never came."""

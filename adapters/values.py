@@ -176,9 +176,8 @@ def token_ids(value: Value, name: str, *, foreign: bool = False) -> Ids:
 def _in_range(ids: np.ndarray, name: str) -> Ids:
     if ids.dtype.kind not in "iu":
         return Ids(None, ("bad_token_id", f"{name}: expected integers, found {ids.dtype}"))
-    wrong = np.flatnonzero((ids < 0) | (ids >= 2**31))
-    if wrong.size:
-        at = int(wrong[0])
+    if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
+        at = int(np.flatnonzero((ids < 0) | (ids >= 2**31))[0])
         # Of ids that cannot be used only the number matters: they are counted as quarantined tokens.
         return Ids(np.full(ids.shape, -1, np.int32), ("bad_token_id", f"{name}[{at}] is {int(ids[at])}"))
     return Ids(ids.astype(np.int32))
@@ -208,9 +207,9 @@ def logprobs(value: Value, name: str, *, foreign: bool = False) -> Probs:
 
 
 def _probable(values: np.ndarray, name: str) -> Probs:
-    fine = (values <= LOGPROB_NOISE) & (values > -math.inf)
-    if not fine.all():
-        at = int(np.flatnonzero(~fine)[0])
+    # A NaN is neither below the one bound nor above the other.
+    if values.size and not (values.max() <= LOGPROB_NOISE and values.min() > -math.inf):
+        at = int(np.flatnonzero(~((values <= LOGPROB_NOISE) & (values > -math.inf)))[0])
         return Probs(values.astype(np.float32), ("nonfinite_logprob", f"{name}[{at}] is {float(values[at])}"))
     return Probs(values.astype(np.float32))
 
