@@ -33,7 +33,8 @@ class Part:
 def choose_parts(parts: Sequence[Part], max_bytes: int) -> list[int]:
     """The parts (ascending) to be rewritten into one of about `max_bytes`; none if all is well as it is.
 
-    Dirty parts first, the oldest first, so that a row which supersedes another never goes before it.
+    Dirty parts first, the oldest first: so when the last row of a moved rollout goes, the older rows that it hides, all
+    in earlier parts, have gone before or go with it.
     """
     dirty = _fill([part for part in parts if part.dirty], max_bytes)
     if dirty:

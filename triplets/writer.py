@@ -118,12 +118,10 @@ class DatasetWriter:
         most `max_bytes` uncompressed are made, larger ones only where one was written so.
         """
         with self._changing("rewrite parts of"):
-            chosen = choose_parts(
-                [Part(n, size, bool(self._droppable(n))) for n, size in self._parts.items()], max_bytes
-            )
+            chosen = choose_parts(self._measured(), max_bytes)
             if not chosen:
                 return None
-            gone = self._gone(chosen)
+            gone = {key for key in self._moved if self._committed[key][1] in chosen}
             dropped = [self._superseded.get(number, set[Key]()) | gone for number in chosen]
             tables, strays = self._merged(chosen, dropped)
             number = self._commit(tables, strays, chosen)
@@ -255,8 +253,8 @@ class DatasetWriter:
         return number
 
     def _retire(self, numbers: Sequence[int]) -> None:
-        """Move parts out of every glob's way, `rollouts` last; durable before anything else is committed."""
-        for table in reversed(TABLES):
+        """Move parts out of every glob's way; durable before a later part can replace the one that names them."""
+        for table in TABLES:
             for number in numbers:
                 path = part_path(self._root, table, number)
                 if path.exists():
@@ -267,14 +265,10 @@ class DatasetWriter:
             self._parts.pop(number, None)
             self._superseded.pop(number, None)
 
-    def _droppable(self, number: int) -> set[Key]:
-        """Keys whose rows in a part a rewriting of it alone would drop."""
-        return self._superseded.get(number, set()) | self._gone([number])
-
-    def _gone(self, chosen: Sequence[int]) -> set[Key]:
-        """Moved rollouts whose last row can go with these parts: older rows elsewhere would come to life again."""
-        elsewhere = set[Key]().union(*(keys for number, keys in self._superseded.items() if number not in chosen))
-        return {key for key in self._moved - elsewhere if self._committed[key][1] in chosen}
+    def _measured(self) -> list[Part]:
+        """The active parts, ascending, and whether they hold rows that are to go."""
+        dirty = self._superseded.keys() | {self._committed[key][1] for key in self._moved}
+        return [Part(number, size, number in dirty) for number, size in self._parts.items()]
 
     def _merged(self, chosen: Sequence[int], dropped: Sequence[set[Key]]) -> tuple[dict[str, pa.Table], int]:
         """The rows of the chosen parts without the dropped ones, and how many of `quarantine` are strays."""

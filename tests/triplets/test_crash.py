@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_a_crash_in_a_rewriting_loses_and_revives_nothing(
     expected = _read(root)
 
     def change(writer: DatasetWriter) -> None:
-        while writer.rewrite(max_bytes=9000) is not None:
+        while writer.rewrite(max_bytes=14000) is not None:
             pass
 
     def seen(step: int, copy: Path) -> None:
@@ -179,3 +180,28 @@ def test_a_writer_goes_on_after_a_failed_commit(
             while writer.rewrite() is not None:
                 pass
         assert (_read(copy), _glob(copy)) == (expected, expected)
+
+
+def test_a_crash_after_an_unclear_commit_mixes_no_rows(
+    tmp_path: Path,
+    make_rollout: MakeRollout,
+    make_quarantined: MakeQuarantined,
+    crash_at: Callable[[int], None],
+):
+    """A part renamed but not known to be durable counts as committed, so the next one never overwrites its files."""
+    read: list[Any] = []
+    for step in range(20):
+        root = tmp_path / f"dataset-{step}"
+        _dataset(root, make_rollout, make_quarantined)
+        with DatasetWriter(root) as writer:
+            crash_at(11)
+            with pytest.raises(DatasetError):
+                writer.write([make_rollout("d")])
+            crash_at(step)
+            with suppress(DatasetError):
+                writer.write([make_rollout("e")])
+            crash_at(1000)
+        frames = (read_rollouts, read_triplets)
+        read.append(["".join(sorted(set(frame(root).collect()["rollout_id"]))) for frame in frames])
+    assert sorted(read) == read
+    assert {tuple(row) for row in read} == {("abcd", "abcd"), ("abcde", "abcde")}
