@@ -5,10 +5,8 @@ length (protobuf's own), and one bare request. The file exporter may compress ea
 """
 
 import json
-import logging
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
@@ -19,6 +17,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from spanmill.collector.compression import inflate
 from spanmill.collector.decoded import SPAN_ID_BYTES, TRACE_ID_BYTES
+from spanmill.collector.input_files import compression, warn_once
 from spanmill.collector.journal import Kind
 from spanmill.collector.otlp_proto import LogRecord, Outline, Span
 from spanmill.errors import DecodeError, InputError
@@ -38,24 +37,10 @@ _JSON_KINDS: Final = {
     b"resourceLogs": Kind.LOGS_JSON,
     b"resource_logs": Kind.LOGS_JSON,
 }
-_COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-
-_log = logging.getLogger(__name__)
-
-
-@cache
-def warn_once(message: str) -> None:
-    """Log what was passed over; `build` reads large inputs twice, and once is enough to say it."""
-    _log.warning("%s", message)
 
 
 class UnknownFormatError(InputError):
     """A file that is not what any reader here takes."""
-
-
-def compression(head: bytes) -> str | None:
-    """How the bytes that begin so are compressed: gzip, zstd or None."""
-    return next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
 
 
 def starts_json(head: bytes) -> bool:

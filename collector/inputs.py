@@ -1,16 +1,15 @@
 """What `spanmill build` reads: files and folders of recorded OTLP requests, and tables of rewards. Read lazily."""
 
 import csv
-import gzip
-import io
 import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
+from io import BufferedReader
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,17 +18,15 @@ import zstandard
 from spanmill.collector import journal
 from spanmill.collector.framing import (
     UnknownFormatError,
-    compression,
     json_kind,
     protobuf_requests,
     starts_json,
-    warn_once,
 )
+from spanmill.collector.input_files import open_unpacked, warn_once
 from spanmill.collector.journal import Kind
 from spanmill.errors import InputError
 from spanmill.triplets.records import Json, Reward
 
-_CHUNK: Final = 1 << 20
 _LINES: Final = (".jsonl", ".ndjson")
 _PROTOBUF: Final = (".binpb", ".pb", ".otlp")
 """A file of a folder that is called so has to be readable, others are passed over if they are not OTLP."""
@@ -99,20 +96,20 @@ def _journal_requests(folder: Path) -> Iterator[tuple[Kind, bytes]]:
 
 def _file_requests(path: Path) -> Iterator[tuple[Kind, bytes]]:
     try:
-        with _open(path) as stream:
+        with open_unpacked(path) as stream:
             head = stream.peek(64)[:64]
             if starts_json(head):
                 yield from _json_requests(path, stream)
                 return
         if head:
-            yield from protobuf_requests(path, lambda: _open(path))
+            yield from protobuf_requests(path, lambda: open_unpacked(path))
     except InputError:
         raise
     except (OSError, zlib.error, zstandard.ZstdError) as error:
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _json_requests(path: Path, stream: io.BufferedReader) -> Iterator[tuple[Kind, bytes]]:
+def _json_requests(path: Path, stream: BufferedReader) -> Iterator[tuple[Kind, bytes]]:
     usual: Kind | None = None
     for line in stream:
         if line.isspace():
@@ -137,51 +134,6 @@ def _is_json(line: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _open(path: Path) -> io.BufferedReader:
-    """The content of a file, decompressed while it is read."""
-    file = path.open("rb")
-    match compression(file.peek(4)):
-        case "gzip":
-            return io.BufferedReader(_Chunks(file, _gunzip(file)), _CHUNK)
-        case "zstd":
-            reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-            return io.BufferedReader(_Chunks(file, iter(lambda: reader.read(_CHUNK), b"")), _CHUNK)
-        case _:
-            return file
-
-
-def _gunzip(file: io.BufferedReader) -> Iterator[bytes]:
-    reader = gzip.GzipFile(fileobj=file)
-    try:
-        while chunk := reader.read1(_CHUNK):
-            yield chunk
-    except EOFError:
-        warn_once(f"{file.name} ends within its compressed data; what stands before that is read")
-
-
-class _Chunks(io.RawIOBase):
-    """What is decompressed from a file, as a file that closes the other one."""
-
-    def __init__(self, file: io.BufferedReader, chunks: Iterator[bytes]) -> None:
-        self._file = file
-        self._chunks = chunks
-        self._rest = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._rest or memoryview(next(self._chunks, b""))
-        size = min(len(data), len(buffer))
-        buffer[:size] = data[:size]
-        self._rest = data[size:]
-        return size
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def read_rewards(path: Path) -> Iterator[Reward]:
