@@ -148,20 +148,21 @@ class Prefixes:
         self._list()
         wanted = _big_endian(prompt)
         best = 0
-        found: list[int] = []
+        found: set[int] = set()
         at = bisect_left(self._sorted, (wanted, -1))
         for way in (range(at - 1, -1, -1), range(at, len(self._sorted))):
             for k in way:
-                tokens, number = self._sorted[k]
+                tokens, end = self._sorted[k]
                 shared = _common(wanted, tokens)
-                if shared < best or not shared:
+                if shared < best:
                     break  # further away they share less
-                if not same_model(self._entries[number].node.model, model):
-                    continue
-                if shared > best:
-                    best, found = shared, []
-                found.append(number)
-        return [Divergence(n, best) for n in sorted({a for n in found for a in self._reaching(n, best)})]
+                for number, reach in self._chain(end, model):
+                    common = min(shared, reach)
+                    if common < best:
+                        break
+                    found = found | {number} if common == best else {number}
+                    best = common
+        return [Divergence(n, best) for n in sorted(found)] if best else []
 
     def _list(self) -> None:
         for number in [n for n in self._listed if n not in self._ends]:
@@ -172,13 +173,12 @@ class Prefixes:
                 self._listed[number] = _big_endian(node.prompt) + _big_endian(node.response)
                 insort(self._sorted, (self._listed[number], number))
 
-    def _reaching(self, number: int | None, shared: int) -> Iterator[int]:
-        """The call and those that it extends, as far as they reach the end of the shared prefix."""
+    def _chain(self, number: int | None, model: str | None) -> Iterator[tuple[int, int]]:
+        """(number, tokens) of the call and those that it extends, longest first, as far as they may be of the model."""
         while number is not None:
             _, node, parent = self._entries[number]
-            if node.prompt.size + node.response.size < shared:
-                return
-            yield number
+            if same_model(node.model, model):
+                yield number, node.prompt.size + node.response.size
             number = parent
 
 
