@@ -106,7 +106,7 @@ def written_calls() -> int:
 
 def show_rollouts(console: Console) -> None:
     """Print the table of rollouts."""
-    columns = ("rollout", "id from", "calls", "episodes", "tokens trained")
+    columns = ("rollout", "id from", "calls", "episodes", "trained")
     table = Table(*columns, title="rollouts", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for row in spanmill.read_rollouts(DATA).sort("started_at", "rollout_id").collect().to_dicts():
         trained = f"{row['tokens_trained']} of {row['tokens_captured']}"

@@ -19,7 +19,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     from spanmill.collector import service
 
     configs: list[ServeConfig] = []
-    monkeypatch.setattr(service, "serve", lambda config: configs.append(config) or 0)
+
+    def serve(config: ServeConfig) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(service, "serve", serve)
     return configs
 
 
@@ -64,7 +69,12 @@ def test_build_hands_on_inputs_and_options(monkeypatch: pytest.MonkeyPatch) -> N
     from spanmill.collector import build
 
     seen: list[tuple[list[Path], BuildConfig]] = []
-    monkeypatch.setattr(build, "build", lambda inputs, config: seen.append((inputs, config)) or 0)
+
+    def built(inputs: list[Path], config: BuildConfig) -> int:
+        seen.append((inputs, config))
+        return 0
+
+    monkeypatch.setattr(build, "build", built)
     assert 0 == main(["build", "a.jsonl", "b.binpb", "--out", "data", "--merge", "none", "--reward-names", "x,y"])
     expected = BuildConfig(out=Path("data"), merge="none", reward_names=("x", "y"))
     assert [([Path("a.jsonl"), Path("b.binpb")], expected)] == seen
@@ -102,7 +112,7 @@ def test_errors_name_what_is_wrong(
 
 
 def test_failure_has_its_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A command's exit code becomes the process's, and an error raised within it one line and 1."""
+    """An error that ends a command is one line on stderr, and the exit code 1."""
     from spanmill.collector import service
 
     def full(_: ServeConfig) -> int:
@@ -111,7 +121,16 @@ def test_failure_has_its_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setattr(service, "serve", full)
     assert 1 == main(["serve", "--out", "data"])
     assert ("", "spanmill: data cannot be written: disk full\n") == capsys.readouterr()
-    monkeypatch.setattr(service, "serve", lambda _: 1)
+
+
+def test_failure_without_an_error_has_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that returns a code ends the process with it."""
+    from spanmill.collector import service
+
+    def serve(_: ServeConfig) -> int:
+        return 1
+
+    monkeypatch.setattr(service, "serve", serve)
     assert 1 == main(["serve", "--out", "data"])
 
 
