@@ -114,6 +114,31 @@ def test_many_threads_share_a_journal(tmp_path: Path) -> None:
     assert sorted(positions) == [entry.position for entry in read(tmp_path)]
 
 
+def test_nothing_is_acknowledged_before_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An append is done only after the sync that covers its bytes; those that come meanwhile share the next one."""
+    gate = threading.Semaphore(0)
+    sizes: list[int] = []
+
+    def wait(fd: int) -> None:
+        sizes.append(os.fstat(fd).st_size)
+        gate.acquire()
+
+    with JournalWriter(tmp_path) as journal:
+        monkeypatch.setattr("spanmill.collector.journal._sync", wait)
+        first = journal.append_async(Kind.FLUSH, b"", 0)
+        while not sizes:
+            time.sleep(0.001)
+        others = [journal.append_async(Kind.FLUSH, b"", 0) for _ in range(10)]
+        assert not first.done()
+        gate.release()
+        first.result()
+        assert not any(other.done() for other in others)
+        gate.release()
+        last = max(other.result() for other in others)
+
+    assert sizes == [HEADER_BYTES + HEAD_BYTES, last.offset + HEAD_BYTES]
+
+
 def test_a_cancelled_append_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody waits for any more when its turn comes is left out."""
     gate = threading.Event()
