@@ -16,8 +16,8 @@ RolloutKey: TypeAlias = tuple[str, int]
 
 SECOND = 1_000_000_000
 HOLD_NS_PER_BYTE = 500
-"""A component that was looked at rests for 1 s per 2 MB, so that one which ends in a thousand places, such as a trace of
-many rollouts, does not keep the indexer busy with itself."""
+"""A component that was looked at rests for 1 s per 2 MB, so that one which ends in a thousand places, such as a trace
+of many rollouts, does not keep the indexer busy with itself."""
 
 
 class Timing(NamedTuple):
@@ -34,13 +34,16 @@ class Component:
     """Traces that belong together, as the index knows them."""
 
     id: int
-    bytes: int
-    newest_ns: int
+    traces: int = 1
+    """How many."""
+    bytes: int = 0
+    """Of the requests that hold its spans, its share."""
+    newest_ns: int = 0
     """When its newest span was received."""
     opened_ns: int | None = None
     """When the first span was received since all its rollouts were written; None while nothing is open."""
     signal_ns: int | None = None
-    """When the first thing came, since it was last put together, that may complete a rollout or change a written one."""
+    """When the first thing came, since it was last put together, that may complete a rollout or change written rows."""
     ended: bool = False
     """Some span has carried the end of a rollout, or was a root."""
     looked_ns: int = 0
@@ -63,7 +66,7 @@ class Closed(NamedTuple):
 def due_at(component: Component, timing: Timing) -> int | None:
     """When a component must be put together next, None while all its rows are written.
 
-    Each wait starts anew with every span, up to twice its length: in a trace of many rollouts there is always one at work.
+    Each wait starts anew with every span, up to twice its length: in a trace of many rollouts one is always at work.
     """
     if component.flushed:
         return 0
@@ -135,8 +138,8 @@ def revised(rollout: Rollout, revision: int, calls_before: Iterable[str]) -> Rol
 def moved(row: Mapping[str, Json], calls: Container[str], revision: int, now: Sequence[Rollout]) -> Rollout:
     """The last revision of a rollout that was written and whose spans turned out to belong to others.
 
-    `row` is its row of `rollouts`, `calls` are the ids of its calls, `now` the rollouts that its component holds instead:
-    those with one of the calls are named, or all of them if none has one.
+    `row` is its row of `rollouts`, `calls` are the ids of its calls, `now` the rollouts that its component holds
+    instead: those with one of the calls are named, or all of them if none has one.
     """
     to = {other.rollout_id for other in now if any(triplet.call_id in calls for triplet in other.triplets)}
     kept = (

@@ -1,55 +1,50 @@
 """The index of the journal: which request holds which trace, and which traces belong together.
 
 SQLite, and a cache: what it holds can be found again by reading the journal. The place up to which it is complete is
-committed with its rows, so that no entry is indexed twice. It is used by one process at a time.
+committed with its rows, so that no entry is indexed twice. One process uses it at a time.
 """
 
 import math
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from spanmill.collector.assemble import Component, RolloutKey
 from spanmill.collector.journal import Kind, Position
 from spanmill.triplets.records import Reward
 
-VERSION = 1
-LOOSE = ("response", "tool_call")
+LOOSE: Final = ("response", "tool_call")
 """Kinds of keys that some emitters fill with a constant."""
-MOST_SHARED = 16
+MOST_SHARED: Final = 16
 """A loose key of more traces than this is a constant such as `__fake_id__`: joining by it would make one component of
 everything. A rollout or a conversation may well have thousands of traces, so these keys always join."""
 
 Key: TypeAlias = tuple[str, str]
+"""(kind, value) as `adapters.keys` gives them."""
 
-TABLES = """
-CREATE TABLE place (segment INTEGER NOT NULL, offset INTEGER NOT NULL);
-CREATE TABLE requests (
-    id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, kind INTEGER NOT NULL, received_ns INTEGER NOT NULL
-);
-CREATE INDEX requests_of_segment ON requests (segment);
-CREATE TABLE traces (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, component INTEGER NOT NULL);
+_VERSION: Final = 1
+_TABLES: Final = """
+CREATE TABLE place (segment INTEGER, offset INTEGER);
+CREATE TABLE requests (id INTEGER PRIMARY KEY, segment INTEGER, offset INTEGER);
+CREATE TABLE traces (id INTEGER PRIMARY KEY, name TEXT UNIQUE, component INTEGER);
 CREATE INDEX traces_of_component ON traces (component);
-CREATE TABLE held (trace INTEGER, request INTEGER, bytes INTEGER NOT NULL, PRIMARY KEY (trace, request)) WITHOUT ROWID;
+CREATE TABLE held (trace INTEGER, request INTEGER, bytes INTEGER, PRIMARY KEY (trace, request)) WITHOUT ROWID;
 CREATE TABLE edges (kind TEXT, value TEXT, trace INTEGER, PRIMARY KEY (kind, value, trace)) WITHOUT ROWID;
 CREATE INDEX edges_of_trace ON edges (trace);
-CREATE TABLE components (
-    id INTEGER PRIMARY KEY, traces INTEGER NOT NULL DEFAULT 1, bytes INTEGER NOT NULL DEFAULT 0,
-    newest_ns INTEGER NOT NULL DEFAULT 0, opened_ns INTEGER, signal_ns INTEGER, ended INTEGER NOT NULL DEFAULT 0,
-    looked_ns INTEGER NOT NULL DEFAULT 0, until_ns INTEGER, flushed INTEGER NOT NULL DEFAULT 0, due_ns INTEGER
-);
+CREATE TABLE components (id INTEGER PRIMARY KEY, traces INTEGER, bytes INTEGER, newest_ns INTEGER, opened_ns INTEGER,
+    signal_ns INTEGER, ended INTEGER, looked_ns INTEGER, until_ns INTEGER, flushed INTEGER, due_ns INTEGER);
 CREATE INDEX components_due ON components (due_ns) WHERE due_ns IS NOT NULL;
-CREATE TABLE written (rollout_id TEXT, attempt INTEGER, trace INTEGER NOT NULL, PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID;
+CREATE TABLE written (rollout_id TEXT, attempt INTEGER, trace INTEGER, PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID;
 CREATE INDEX written_of_trace ON written (trace);
-CREATE TABLE rewards (
-    id INTEGER PRIMARY KEY, rollout_id TEXT NOT NULL, attempt INTEGER, call_id TEXT, name TEXT NOT NULL, value REAL,
-    source TEXT NOT NULL, received_ns INTEGER NOT NULL
-);
+CREATE TABLE rewards (id INTEGER PRIMARY KEY, rollout_id TEXT, value REAL, attempt INTEGER, call_id TEXT, name TEXT,
+    source TEXT, received_ns INTEGER);
 CREATE INDEX rewards_of_rollout ON rewards (rollout_id);
 """
+_COMPONENT: Final = """SELECT id, traces, bytes, newest_ns, opened_ns, signal_ns, ended, looked_ns, until_ns, flushed
+    FROM components"""
 
 
 class Found(NamedTuple):
@@ -58,13 +53,13 @@ class Found(NamedTuple):
     trace: str
     bytes: int
     keys: frozenset[Key]
-    signalled: bool
-    """It carries the end of a rollout or a root."""
+    ends: bool
+    """It has a span that carries the end of a rollout, or is a root."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """A journal entry as the index takes it in; entries of other sources than a journal count their positions themselves."""
+    """An entry of the journal as the index takes it in."""
 
     position: Position
     end: Position
@@ -75,34 +70,29 @@ class Seen:
     rewards: Sequence[Reward] = ()
 
 
-class Request(NamedTuple):
-    """Where a request stands."""
-
-    id: int
-    position: Position
-    kind: Kind
-    received_ns: int
-
-
 @dataclass(slots=True)
-class _Trace:
+class _Gathered:
     """What a batch of entries holds of one trace."""
 
-    newest_ns: int = 0
-    oldest_ns: int = 0
-    signalled: bool = False
+    newest_ns: int
+    oldest_ns: int
+    ends: bool = False
     keys: set[Key] = field(default_factory=set[Key])
     held: dict[int, int] = field(default_factory=dict[int, int])
+    """Request to bytes."""
 
 
 class Index:
-    """The index at `path`; one that is damaged, or of another version, is made anew and `position` is None."""
+    """The index at `path`; one that is damaged or of another version is made anew, and `position` is None.
 
-    def __init__(self, path: Path, due_at: Callable[[Component], int | None] = lambda component: None):
-        """`due_at` says when a component must be looked at next; it is asked for each component that changes."""
+    `due_at` says when a component must be looked at next; it is asked whenever one changes.
+    """
+
+    def __init__(self, path: Path, due_at: Callable[[Component], int | None] = lambda component: None) -> None:
         self._due_at = due_at
         self._db = _opened(path)
-        self._touched = set[int]()
+        self._changed = dict[int, Component]()
+        """The components that the transaction has come to; written at its end."""
 
     def close(self) -> None:
         """Close the file."""
@@ -113,18 +103,6 @@ class Index:
         """Where reading goes on after the newest entry that was indexed; None before the first."""
         row = self._db.execute("SELECT segment, offset FROM place").fetchone()
         return Position(*row) if row else None
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._schedule()
-        except BaseException:
-            self._touched.clear()
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
     # Taking in
 
@@ -137,60 +115,68 @@ class Index:
                 self._add_trace(name, trace)
             for entry in entries:
                 for reward in entry.rewards:
-                    self._add_reward(reward, entry.received_ns, now_ns)
+                    self._add_reward(reward, min(entry.received_ns, now_ns))
                 if entry.kind is Kind.FLUSH:
                     self._flush()
             self._db.execute("DELETE FROM place")
-            self._db.execute("INSERT INTO place VALUES (?, ?)", tuple(entries[-1].end))
+            self._db.execute("INSERT INTO place VALUES (?, ?)", entries[-1].end)
 
-    def _gathered(self, entries: Iterable[Seen], now_ns: int) -> dict[str, _Trace]:
-        traces = dict[str, _Trace]()
+    def flush(self) -> None:
+        """Have every open component closed at the next look."""
+        with self._transaction():
+            self._flush()
+
+    def start(self, now_ns: int) -> None:
+        """Reckon anew when open components are due. Times after now, of a clock that was put back, count as now."""
+        with self._transaction():
+            for row in self._db.execute(f"{_COMPONENT} WHERE opened_ns IS NOT NULL").fetchall():
+                component = self._changed.setdefault(row[0], _component(row))
+                component.newest_ns = min(component.newest_ns, now_ns)
+                component.looked_ns = min(component.looked_ns, now_ns)
+                component.opened_ns = _earliest(component.opened_ns, now_ns)
+                if component.signal_ns is not None:
+                    component.signal_ns = min(component.signal_ns, now_ns)
+                component.until_ns = None
+
+    def _gathered(self, entries: Iterable[Seen], now_ns: int) -> dict[str, _Gathered]:
+        traces = dict[str, _Gathered]()
         for entry in entries:
             if not entry.found:
                 continue
-            row = (*entry.position, int(entry.kind), entry.received_ns)
-            request = self._db.execute(
-                "INSERT INTO requests (segment, offset, kind, received_ns) VALUES (?, ?, ?, ?)", row
-            ).lastrowid
+            added = self._db.execute("INSERT INTO requests (segment, offset) VALUES (?, ?)", entry.position)
             received_ns = min(entry.received_ns, now_ns)
             for found in entry.found:
-                trace = traces.setdefault(found.trace, _Trace(received_ns, received_ns))
+                trace = traces.setdefault(found.trace, _Gathered(received_ns, received_ns))
                 trace.newest_ns = max(trace.newest_ns, received_ns)
                 trace.oldest_ns = min(trace.oldest_ns, received_ns)
-                trace.signalled |= found.signalled
+                trace.ends |= found.ends
                 trace.keys |= found.keys
-                trace.held[int(request or 0)] = found.bytes
+                trace.held[_row_id(added)] = found.bytes
         return traces
 
-    def _add_trace(self, name: str, seen: _Trace) -> None:
+    def _add_trace(self, name: str, seen: _Gathered) -> None:
         row = self._db.execute("SELECT id, component FROM traces WHERE name = ?", (name,)).fetchone()
         if row:
-            trace, component = row
+            trace, component = row[0], self._component(row[1])
         else:
-            trace = component = self._db.execute(
-                "INSERT INTO traces (name, component) VALUES (?, 0)", (name,)
-            ).lastrowid
+            trace = _row_id(self._db.execute("INSERT INTO traces (name) VALUES (?)", (name,)))
             self._db.execute("UPDATE traces SET component = id WHERE id = ?", (trace,))
-            self._db.execute("INSERT INTO components (id) VALUES (?)", (component,))
+            component = self._changed[trace] = Component(trace)
         self._db.executemany(
             "INSERT INTO held VALUES (?, ?, ?)", [(trace, request, size) for request, size in seen.held.items()]
         )
-        self._db.execute(
-            "UPDATE components SET bytes = bytes + ?1, newest_ns = max(newest_ns, ?2), opened_ns = coalesce(opened_ns, ?3),"
-            " ended = ended OR ?4, signal_ns = CASE WHEN ended OR ?4 THEN coalesce(signal_ns, ?3) END, flushed = 0 WHERE id = ?5",
-            (sum(seen.held.values()), seen.newest_ns, seen.oldest_ns, seen.signalled, component),
-        )
-        self._touched.add(component)
+        component.bytes += sum(seen.held.values())
+        component.newest_ns = max(component.newest_ns, seen.newest_ns)
+        component.opened_ns = seen.oldest_ns if component.opened_ns is None else component.opened_ns
+        component.ended |= seen.ends
+        if component.ended and component.signal_ns is None:
+            component.signal_ns = seen.oldest_ns
+        component.flushed = False
         for kind, value in sorted(seen.keys):
             self._add_edge(kind, value, trace)
 
     def _add_edge(self, kind: str, value: str, trace: int) -> None:
-        others = [
-            other
-            for (other,) in self._db.execute(
-                "SELECT trace FROM edges WHERE kind = ? AND value = ? LIMIT ?", (kind, value, MOST_SHARED + 1)
-            )
-        ]
+        others = self._sharing(kind, value)
         if trace in others or (kind in LOOSE and len(others) > MOST_SHARED):
             return
         added = self._db.execute("INSERT OR IGNORE INTO edges VALUES (?, ?, ?)", (kind, value, trace)).rowcount
@@ -201,121 +187,103 @@ class Index:
         else:
             self._merge(self._component_of(trace), self._component_of(others[0]))
 
-    def _component_of(self, trace: int) -> int:
-        return self._db.execute("SELECT component FROM traces WHERE id = ?", (trace,)).fetchone()[0]
+    def _sharing(self, kind: str, value: str) -> list[int]:
+        """Traces that have a key: as many as it takes to see whether it is a constant."""
+        select = "SELECT trace FROM edges WHERE kind = ? AND value = ? LIMIT ?"
+        return [trace for (trace,) in self._db.execute(select, (kind, value, MOST_SHARED + 1))]
 
-    def _merge(self, one: int, other: int) -> None:
+    def _merge(self, one: Component, other: Component) -> None:
         """Rename the component of fewer traces into the other: each trace is renamed at most log2(traces) times."""
-        if one == other:
+        if one.id == other.id:
             return
-        sizes = dict(self._db.execute("SELECT id, traces FROM components WHERE id IN (?, ?)", (one, other)))
-        small, large = sorted((one, other), key=lambda component: (sizes[component], component))
-        self._db.execute("UPDATE traces SET component = ? WHERE component = ?", (large, small))
-        self._db.execute(
-            "UPDATE components SET traces = components.traces + s.traces, bytes = components.bytes + s.bytes,"
-            " newest_ns = max(components.newest_ns, s.newest_ns), looked_ns = max(components.looked_ns, s.looked_ns),"
-            " opened_ns = min(coalesce(components.opened_ns, s.opened_ns), coalesce(s.opened_ns, components.opened_ns)),"
-            " signal_ns = min(coalesce(components.signal_ns, s.signal_ns), coalesce(s.signal_ns, components.signal_ns)),"
-            " until_ns = min(coalesce(components.until_ns, s.until_ns), coalesce(s.until_ns, components.until_ns)),"
-            " ended = components.ended OR s.ended, flushed = components.flushed AND s.flushed"
-            " FROM (SELECT * FROM components WHERE id = ?) AS s WHERE components.id = ?",
-            (small, large),
-        )
-        self._db.execute("DELETE FROM components WHERE id = ?", (small,))
-        self._touched.discard(small)
-        self._touched.add(large)
+        small, large = sorted((one, other), key=lambda component: (component.traces, component.id))
+        self._db.execute("UPDATE traces SET component = ? WHERE component = ?", (large.id, small.id))
+        self._db.execute("DELETE FROM components WHERE id = ?", (small.id,))
+        del self._changed[small.id]
+        large.traces += small.traces
+        large.bytes += small.bytes
+        large.newest_ns = max(large.newest_ns, small.newest_ns)
+        large.looked_ns = max(large.looked_ns, small.looked_ns)
+        large.opened_ns = _earliest(large.opened_ns, small.opened_ns)
+        large.signal_ns = _earliest(large.signal_ns, small.signal_ns)
+        large.until_ns = _earliest(large.until_ns, small.until_ns)
+        large.ended |= small.ended
+        large.flushed &= small.flushed
 
-    def _dissolve(self, component: int) -> None:
+    def _dissolve(self, whole: Component) -> None:
         """Join the traces of a component again, without the key that has just turned out to be a constant.
 
         So the components are those of the set of edges, in whatever order these came.
         """
-        traces = [trace for (trace,) in self._db.execute("SELECT id FROM traces WHERE component = ?", (component,))]
-        for trace in traces:
-            self._db.execute(
-                "INSERT OR REPLACE INTO components (id, bytes, newest_ns, opened_ns, signal_ns, ended, looked_ns)"
-                " SELECT ?1, (SELECT coalesce(sum(bytes), 0) FROM held WHERE trace = ?1), newest_ns, coalesce(opened_ns, newest_ns),"
-                " coalesce(signal_ns, newest_ns), ended, looked_ns FROM components WHERE id = ?2",
-                (trace, component),
+        rows = self._db.execute("SELECT id FROM traces WHERE component = ?", (whole.id,)).fetchall()
+        self._db.execute("UPDATE traces SET component = id WHERE component = ?", (whole.id,))
+        opened_ns = whole.newest_ns if whole.opened_ns is None else whole.opened_ns
+        for (trace,) in rows:
+            (size,) = self._db.execute("SELECT sum(bytes) FROM held WHERE trace = ?", (trace,)).fetchone()
+            self._changed[trace] = replace(
+                whole, id=trace, traces=1, bytes=size, opened_ns=opened_ns, signal_ns=opened_ns, until_ns=None
             )
-        self._db.execute("UPDATE traces SET component = id WHERE component = ?", (component,))
-        self._touched.discard(component)
-        self._touched.update(traces)
-        for trace in traces:
+        for (trace,) in rows:
             for kind, value in self._db.execute("SELECT kind, value FROM edges WHERE trace = ?", (trace,)).fetchall():
-                rows = self._db.execute(
-                    "SELECT trace FROM edges WHERE kind = ? AND value = ? LIMIT ?", (kind, value, MOST_SHARED + 1)
-                ).fetchall()
-                if kind not in LOOSE or len(rows) <= MOST_SHARED:
-                    self._merge(self._component_of(trace), self._component_of(rows[0][0]))
+                others = self._sharing(kind, value)
+                if kind not in LOOSE or len(others) <= MOST_SHARED:
+                    self._merge(self._component_of(trace), self._component_of(others[0]))
 
-    def _add_reward(self, reward: Reward, received_ns: int, now_ns: int) -> None:
+    def _add_reward(self, reward: Reward, received_ns: int) -> None:
         write = (reward.rollout_id, reward.attempt, reward.call_id, reward.name)
         self._db.execute(
             "DELETE FROM rewards WHERE rollout_id = ? AND attempt IS ? AND call_id IS ? AND name = ?", write
         )
-        row = (*write, reward.value, reward.source, received_ns)
         self._db.execute(
-            "INSERT INTO rewards (rollout_id, attempt, call_id, name, value, source, received_ns) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            row,
+            "INSERT INTO rewards (rollout_id, attempt, call_id, name, value, source, received_ns)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (*write, reward.value, reward.source, reward.received_ns),
         )
-        # A rollout whose rows are written takes its reward without waiting for more spans.
-        for component in self.components_of_rollout(reward.rollout_id):
-            self._db.execute(
-                "UPDATE components SET opened_ns = coalesce(opened_ns, ?1), signal_ns = coalesce(signal_ns, ?1), flushed = 0 WHERE id = ?2",
-                (min(received_ns, now_ns), component),
-            )
-            self._touched.add(component)
-
-    def components_of_rollout(self, rollout_id: str) -> list[int]:
-        """The components that may hold a rollout: its id is a rollout's, a conversation's or a trace's."""
-        rows = self._db.execute(
-            "SELECT DISTINCT component FROM traces WHERE name = ?1 OR id IN (SELECT trace FROM edges"
-            " WHERE kind IN ('rollout', 'conversation') AND value = ?1)",
-            (rollout_id,),
-        )
-        return [component for (component,) in rows]
+        for ident in self.components_of_rollout(reward.rollout_id):
+            component = self._component(ident)
+            component.opened_ns = received_ns if component.opened_ns is None else component.opened_ns
+            component.signal_ns = received_ns if component.signal_ns is None else component.signal_ns
+            component.flushed = False
 
     def _flush(self) -> None:
-        rows = self._db.execute("UPDATE components SET flushed = 1 WHERE opened_ns IS NOT NULL RETURNING id").fetchall()
-        self._touched.update(component for (component,) in rows)
+        for row in self._db.execute(f"{_COMPONENT} WHERE opened_ns IS NOT NULL").fetchall():
+            self._changed.setdefault(row[0], _component(row))
+        for component in self._changed.values():
+            component.flushed = component.opened_ns is not None
 
-    def flush(self) -> None:
-        """Have every open component closed at the next look."""
-        with self._transaction():
-            self._flush()
+    @contextmanager
+    def _transaction(self) -> Generator[None]:
+        """Around changes: commits them, with every component that was touched and the time when it is due."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            rows = [(*astuple(component), self._due_at(component)) for component in self._changed.values()]
+            self._db.executemany("INSERT OR REPLACE INTO components VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        finally:
+            self._changed.clear()
+        self._db.execute("COMMIT")
 
-    def start(self, now_ns: int) -> None:
-        """Reckon anew when each open component is due; times after now, of a clock that was put back since, count as now."""
-        with self._transaction():
-            rows = self._db.execute(
-                "UPDATE components SET newest_ns = min(newest_ns, ?1), opened_ns = min(opened_ns, ?1), signal_ns = min(signal_ns, ?1),"
-                " looked_ns = min(looked_ns, ?1), until_ns = NULL WHERE opened_ns IS NOT NULL RETURNING id",
-                (now_ns,),
-            ).fetchall()
-            self._touched.update(component for (component,) in rows)
+    def _component(self, ident: int) -> Component:
+        if ident not in self._changed:
+            row = self._db.execute(f"{_COMPONENT} WHERE id = ?", (ident,)).fetchone()
+            self._changed[ident] = _component(row)
+        return self._changed[ident]
 
-    def _schedule(self) -> None:
-        for component in self._touched:
-            row = self._db.execute(f"{_SELECT_COMPONENT} WHERE id = ?", (component,)).fetchone()
-            self._db.execute(
-                "UPDATE components SET due_ns = ? WHERE id = ?", (self._due_at(_component(row)), component)
-            )
-        self._touched.clear()
+    def _component_of(self, trace: int) -> Component:
+        return self._component(self._db.execute("SELECT component FROM traces WHERE id = ?", (trace,)).fetchone()[0])
 
     # Giving out
 
     def due(self, now_ns: int, most: int) -> list[Component]:
-        """At most `most` components that must be looked at by now, those that have waited longest first."""
-        rows = self._db.execute(f"{_SELECT_COMPONENT} WHERE due_ns <= ? ORDER BY due_ns, id LIMIT ?", (now_ns, most))
+        """At most `most` components that must be looked at by now, those first that have waited longest."""
+        rows = self._db.execute(f"{_COMPONENT} WHERE due_ns <= ? ORDER BY due_ns, id LIMIT ?", (now_ns, most))
         return [_component(row) for row in rows]
 
-    def next_due_ns(self) -> int | None:
-        """When the next component must be looked at."""
-        return self._db.execute("SELECT min(due_ns) FROM components WHERE due_ns IS NOT NULL").fetchone()[0]
-
     def components(self) -> Iterator[tuple[int, int, str]]:
-        """(id, bytes, name of the alphabetically first trace) of every component; no order of arrival changes the name."""
+        """(id, bytes, alphabetically first trace) of every component; no order of arrival changes the trace."""
         return self._db.execute(
             "SELECT c.id, c.bytes, min(name) FROM components c JOIN traces ON component = c.id GROUP BY c.id"
         )
@@ -325,26 +293,29 @@ class Index:
         row = self._db.execute("SELECT component FROM traces WHERE name = ?", (trace,)).fetchone()
         return row[0] if row else None
 
+    def components_of_rollout(self, rollout_id: str) -> list[int]:
+        """The components that may hold a rollout: its id is a rollout's, a conversation's or a trace's."""
+        rows = self._db.execute(
+            "SELECT component FROM traces WHERE name = ?1 UNION SELECT component FROM edges JOIN traces ON id = trace"
+            " WHERE kind IN ('rollout', 'conversation') AND value = ?1",
+            (rollout_id,),
+        )
+        return [component for (component,) in rows]
+
     def traces(self, component: int) -> list[str]:
         """The names of a component's traces."""
         return [name for (name,) in self._db.execute("SELECT name FROM traces WHERE component = ?", (component,))]
 
-    def requests(self, components: Iterable[int]) -> Iterator[tuple[Request, dict[str, int]]]:
-        """The requests that hold spans of the components, in journal order, each with {trace: component} of those it holds."""
-        rows = list[tuple[int, str, int]]()
-        for component in components:
-            rows += self._db.execute(
-                "SELECT request, name, component FROM traces JOIN held ON trace = traces.id WHERE component = ?",
-                (component,),
-            )
+    def requests(self, components: Iterable[int]) -> Iterator[tuple[Position, dict[str, int]]]:
+        """Where the requests with spans of the components stand, in journal order, each with {trace: component}."""
         wanted = dict[int, dict[str, int]]()
-        for request, name, component in rows:
-            wanted.setdefault(request, {})[name] = component
+        for component in components:
+            select = "SELECT request, name FROM traces JOIN held ON trace = id WHERE component = ?"
+            for request, name in self._db.execute(select, (component,)):
+                wanted.setdefault(request, {})[name] = component
         for request in sorted(wanted):
-            row = self._db.execute(
-                "SELECT segment, offset, kind, received_ns FROM requests WHERE id = ?", (request,)
-            ).fetchone()
-            yield Request(request, Position(row[0], row[1]), Kind(row[2]), row[3]), wanted[request]
+            row = self._db.execute("SELECT segment, offset FROM requests WHERE id = ?", (request,)).fetchone()
+            yield Position(*row), wanted[request]
 
     def rewards(self, component: int) -> list[Reward]:
         """The rewards, in journal order, that may be for rollouts of a component."""
@@ -355,82 +326,89 @@ class Index:
             (component,),
         )
         # SQLite keeps NaN as NULL.
-        return [Reward(rollout_id, math.nan if value is None else value, *rest) for rollout_id, value, *rest in rows]
+        return [Reward(rollout, math.nan if value is None else value, *rest) for rollout, value, *rest in rows]
 
     # What was written
 
-    def written(self, component: int) -> set[RolloutKey]:
-        """The (rollout, attempt) that were written, or were about to be, from a component's traces."""
-        rows = self._db.execute(
-            "SELECT rollout_id, attempt FROM written JOIN traces ON id = trace WHERE component = ?", (component,)
-        )
-        return {(rollout_id, attempt) for rollout_id, attempt in rows}
-
     def intend(self, rows: Iterable[tuple[RolloutKey, str]]) -> None:
-        """Note, before they are written, rollouts each with a trace that it has: a rollout that later moves is found by it."""
+        """Note rollouts that are about to be written, each with a trace of its own: by it one is found that moves."""
         with self._transaction():
             self._db.executemany(
                 "INSERT OR REPLACE INTO written SELECT ?, ?, id FROM traces WHERE name = ?",
                 [(*key, trace) for key, trace in rows],
             )
 
-    def forget(self, keys: Iterable[RolloutKey]) -> None:
-        """Drop the notes of rollouts that have moved."""
-        with self._transaction():
-            self._db.executemany("DELETE FROM written WHERE rollout_id = ? AND attempt = ?", list(keys))
-
-    def looked(self, rows: Sequence[tuple[int, int | None]], now_ns: int) -> None:
-        """Note components as looked at now, each with the time when an open rollout of it closes; None if all are written."""
-        with self._transaction():
-            self._db.executemany(
-                "UPDATE components SET signal_ns = NULL, flushed = 0, looked_ns = ?1, until_ns = ?2,"
-                " opened_ns = CASE WHEN ?2 IS NOT NULL THEN opened_ns END WHERE id = ?3",
-                [(now_ns, until, component) for component, until in rows],
+    def written(self, component: int) -> set[RolloutKey]:
+        """The (rollout, attempt) that were written, or were about to be, from a component's traces."""
+        return set(
+            self._db.execute(
+                "SELECT rollout_id, attempt FROM written JOIN traces ON id = trace WHERE component = ?", (component,)
             )
-            self._touched.update(component for component, _ in rows)
-
-    def traces_of_rollout(self, rollout_id: str) -> list[str]:
-        """A trace that has a span with the rollout id on it, if one has."""
-        rows = self._db.execute(
-            "SELECT name FROM edges JOIN traces ON id = trace WHERE kind = 'rollout' AND value = ? LIMIT 1",
-            (rollout_id,),
         )
-        return [name for (name,) in rows]
 
+    def trace_of_rollout(self, rollout_id: str) -> str | None:
+        """A trace that has a span with the rollout id on it, if one has."""
+        select = "SELECT name FROM edges JOIN traces ON id = trace WHERE kind = 'rollout' AND value = ? LIMIT 1"
+        row = self._db.execute(select, (rollout_id,)).fetchone()
+        return row[0] if row else None
 
-_SELECT_COMPONENT = (
-    "SELECT id, bytes, newest_ns, opened_ns, signal_ns, ended, looked_ns, until_ns, flushed FROM components"
-)
+    def looked(self, open_until: Sequence[tuple[int, int | None]], gone: Iterable[RolloutKey], now_ns: int) -> None:
+        """Note that components were put together now, each with the time when its first open rollout closes (None if
+        all are written), and that rollouts are gone from where they were.
+        """
+        with self._transaction():
+            for ident, until_ns in open_until:
+                component = self._component(ident)
+                component.signal_ns = None
+                component.flushed = False
+                component.looked_ns = now_ns
+                component.until_ns = until_ns
+                component.opened_ns = None if until_ns is None else component.opened_ns
+            self._db.executemany("DELETE FROM written WHERE rollout_id = ? AND attempt = ?", list(gone))
 
 
 def _component(row: Sequence[int]) -> Component:
-    ident, size, newest_ns, opened_ns, signal_ns, ended, looked_ns, until_ns, flushed = row
-    return Component(ident, size, newest_ns, opened_ns, signal_ns, bool(ended), looked_ns, until_ns, bool(flushed))
+    ident, traces, size, newest_ns, opened_ns, signal_ns, ended, looked_ns, until_ns, flushed = row
+    return Component(
+        ident, traces, size, newest_ns, opened_ns, signal_ns, bool(ended), looked_ns, until_ns, bool(flushed)
+    )
+
+
+def _earliest(one: int | None, other: int | None) -> int | None:
+    return min((at for at in (one, other) if at is not None), default=None)
+
+
+def _row_id(inserted: sqlite3.Cursor) -> int:
+    if inserted.lastrowid is None:
+        raise ValueError("only an INSERT has a row id")
+    return inserted.lastrowid
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    db = _connected(path)
     try:
-        found = db.execute("PRAGMA user_version").fetchone()[0]
-        whole = found == VERSION
+        db = _connected(path)
+        if db.execute("PRAGMA user_version").fetchone() == (_VERSION,):
+            return db
+        db.close()
+    except sqlite3.OperationalError:
+        raise  # no place, no right, no space: a new file would fare no better
     except sqlite3.DatabaseError:
-        whole = False
-    if whole:
-        return db
-    db.close()
+        pass  # no database, or a damaged one
+    discard(path)
+    db = _connected(path)
+    db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT;")
+    return db
+
+
+def discard(path: Path) -> None:
+    """Remove an index; the next one is made from the journal."""
     for suffix in ("", "-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
-    db = _connected(path)
-    db.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
-    return db
 
 
 def _connected(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None)
-    try:
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = NORMAL")
-        db.execute("PRAGMA cache_size = -65536")
-    except sqlite3.DatabaseError:
-        pass
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = NORMAL")
+    db.execute("PRAGMA cache_size = -65536")
     return db

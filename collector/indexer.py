@@ -1,7 +1,7 @@
 """From the journal to the dataset: index what came, put together what is complete, write its rows.
 
-This is the second process of `spanmill serve`. It may be killed at any moment: what it had not written is found again in
-the journal, what it had is found in the dataset, so nothing is lost and nothing is written twice.
+This is the second process of `spanmill serve`. It may be killed at any moment: what it had not written is found again
+in the journal, what it had is found in the dataset, so nothing is lost and nothing is written twice.
 """
 
 import fcntl
@@ -9,10 +9,11 @@ import os
 import pickle
 import select
 import signal as signals
+import sqlite3
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -22,14 +23,15 @@ from spanmill.collector import journal, rewards
 from spanmill.collector.assemble import SECOND, Closed, Component, RolloutKey, Timing, close, due_at, moved, revised
 from spanmill.collector.config import RowConfig, ServeConfig
 from spanmill.collector.decode import decode
-from spanmill.collector.index import Found, Index, Key, Seen
+from spanmill.collector.index import Found, Index, Key, Seen, discard
 from spanmill.collector.journal import Entry, Kind, Position
-from spanmill.errors import DatasetError, DecodeError, JournalError, SpanmillError
+from spanmill.errors import DecodeError, JournalError, SpanmillError
 from spanmill.triplets.reader import read_triplets
 from spanmill.triplets.records import Quarantined, Rollout, Span
 from spanmill.triplets.table import same_content
 from spanmill.triplets.writer import DatasetWriter, stray_key
 
+INDEX_NAME = "index.sqlite"
 INDEX_BYTES = 8 << 20
 """Requests are indexed in transactions of about this size."""
 LOAD_BYTES = 64 << 20
@@ -82,7 +84,10 @@ def survey(kind: Kind, body: bytes) -> list[Found]:
 def load(
     kind: Kind, body: bytes, received_ns: int, wanted: Mapping[str, int]
 ) -> Iterator[tuple[int, Span | Quarantined]]:
-    """The spans of a request, and what is wrong in it, of the traces (as `home` names them) in `wanted`, each with its value."""
+    """The spans of a request, and the rows of those that cannot be read, whose trace as `home` names it is in `wanted`.
+
+    Each comes with the value that its trace has there.
+    """
     only = {"" if trace.startswith("log:") else trace for trace in wanted}
     decoded = decode(kind, body, received_ns, only=only)
     for span in decoded.spans:
@@ -119,8 +124,9 @@ def newest_spans(rollouts: Sequence[Rollout], spans: Sequence[Span], component: 
 def changes(
     dataset: DatasetWriter, closed: Iterable[Rollout], gone: Mapping[RolloutKey, Sequence[Rollout]]
 ) -> list[Rollout]:
-    """What is to be written so that the dataset holds `closed`, and no longer the rollouts that are gone, each given with
-    those that its component holds now. Rows that stand there already are not written again.
+    """What to write so that the dataset holds the closed rollouts, and no longer those that are gone.
+
+    `gone` has for each of the latter what its component holds now. Rows that stand there already are left as they are.
     """
     fresh = {(rollout.rollout_id, rollout.attempt): rollout for rollout in closed}
     committed = dataset.committed()
@@ -134,9 +140,8 @@ def changes(
             if "moved" not in row["flags"]:
                 found.append(moved(row, {call["call_id"] for call in calls}, revision, gone[key]))
         elif not same_content(fresh[key], rows):
-            found.append(
-                revised(fresh[key], revision, {call["call_id"] for call in calls if "late" not in call["flags"]})
-            )
+            in_time = {call["call_id"] for call in calls if "late" not in call["flags"]}
+            found.append(revised(fresh[key], revision, in_time))
     return sorted(found, key=lambda rollout: (rollout.rollout_id, rollout.attempt))
 
 
@@ -154,7 +159,8 @@ class _Outcome(NamedTuple):
 class Indexer:
     """Carries the journal in `folder` over into the dataset at `out`, step by step.
 
-    `clock` gives nanoseconds since 1970, by the clock that receive times are taken from; `report` gets lines for people.
+    `clock` gives nanoseconds since 1970, by the clock that receive times are taken from; `report` gets lines for
+    people.
     """
 
     def __init__(
@@ -175,7 +181,7 @@ class Indexer:
         self._clock = clock
         self._report = report
         self._dataset = DatasetWriter(out)
-        self._index = Index(folder / "index.sqlite", lambda component: due_at(component, timing))
+        self._index = Index(folder / INDEX_NAME, lambda component: due_at(component, timing))
         self._fresh = self._index.position is None
         self._damage = dict[Position, int]()
         self._strays = self._dataset.stray_rows()
@@ -192,13 +198,12 @@ class Indexer:
         self._dataset.close()
 
     def step(self, *, complete: bool = False) -> bool:
-        """Index the next requests; `complete` says that nobody writes the journal. True if a flush came: look at once."""
+        """Index the next requests; `complete`: nobody writes the journal. True if a flush came: look at once."""
         damaged = len(self._damage)
         entries = list(self._next_entries(complete))
         for position in list(self._damage)[damaged:]:
-            self._report(
-                f"journal: {self._damage[position]} bytes of segment {position.segment} at {position.offset} are damaged"
-            )
+            size = self._damage[position]
+            self._report(f"journal: {size} bytes of segment {position.segment} at {position.offset} are damaged")
         self._index.add([self._seen(entry) for entry in entries], self._clock())
         self.behind = bool(entries)
         if entries:
@@ -210,7 +215,7 @@ class Indexer:
         return bool(entries) and entries[-1].kind is Kind.FLUSH
 
     def _next_entries(self, complete: bool) -> Iterator[Entry]:
-        """What stands next in the journal, up to about INDEX_BYTES, or to a flush: that closes just what came before it."""
+        """What stands next in the journal, up to about INDEX_BYTES or to a flush, which closes what came before it."""
         size = 0
         for entry in journal.read(self._folder, self._index.position, complete=complete, damage=self._damage):
             yield entry
@@ -226,9 +231,8 @@ class Indexer:
             elif entry.kind is not Kind.FLUSH:
                 seen.found = survey(entry.kind, entry.body)
         except DecodeError as error:
-            self._report(
-                f"journal: the record at {entry.position.segment}:{entry.position.offset} is passed over: {error}"
-            )
+            segment, offset = entry.position
+            self._report(f"journal: the record of segment {segment} at {offset} cannot be read: {error}")
         return seen
 
     def _recall(self) -> None:
@@ -240,8 +244,8 @@ class Indexer:
     def look(self, *, flush: bool = False) -> int:
         """Put together what is due (with `flush`, all that is open) and write what is complete; how many rollouts.
 
-        While the journal is ahead of the index, the time is that of the newest indexed request: of what came later nothing
-        is known yet.
+        While the journal is ahead of the index, the time is that of the newest indexed request: of what came later
+        nothing is known yet.
         """
         if flush:
             self._index.flush()
@@ -268,19 +272,18 @@ class Indexer:
         strays = self._new_strays(
             row for outcome in outcomes if outcome.closed.open_until is None for row in outcome.stray
         )
-        self._index.intend(self._origins(outcomes))
+        self._index.intend(origin for outcome in outcomes for origin in self._origins(outcome))
         if rows or strays:
             self._dataset.write(rows, list(strays.values()))
             self._strays.update(strays)
-        self._index.forget(gone)
-        self._index.looked([(outcome.component.id, outcome.closed.open_until) for outcome in outcomes], now_ns)
+        self._index.looked([(outcome.component.id, outcome.closed.open_until) for outcome in outcomes], gone, now_ns)
         return len(rows)
 
     def _load(self, batch: Sequence[Component]) -> dict[int, list[Span | Quarantined]]:
         found: dict[int, list[Span | Quarantined]] = {component.id: [] for component in batch}
-        for request, wanted in self._index.requests(component.id for component in batch):
+        for position, wanted in self._index.requests(component.id for component in batch):
             try:
-                entry = journal.read_at(self._folder, request.position)
+                entry = journal.read_at(self._folder, position)
             except JournalError as error:
                 self._report(f"a request is passed over: {error}")
                 continue
@@ -296,7 +299,7 @@ class Indexer:
             # One component that the rules choke on must not hold up all others; its spans stay in the journal.
             traces = ", ".join(self._index.traces(component.id)[:3])
             self._report(
-                f"the spans of trace {traces} could not be put together, later tried again:\n{traceback.format_exc()}"
+                f"the spans of {traces} could not be put together, later tried again\n{traceback.format_exc()}"
             )
             return _Outcome(component, [], Closed([], now_ns + max(self._timing.idle_ns, SECOND)), set(), [])
         rollouts = adapted.rollouts
@@ -312,17 +315,12 @@ class Indexer:
         found = {stray_key(row.trace_id, row.span_id, row.reason, row.detail, row.span): row for row in rows}
         return {key: row for key, row in found.items() if key not in self._strays}
 
-    def _origins(self, outcomes: Iterable[_Outcome]) -> Iterator[tuple[RolloutKey, str]]:
+    def _origins(self, outcome: _Outcome) -> Iterator[tuple[RolloutKey, str]]:
         """A trace of each rollout that is about to be written."""
-        for outcome in outcomes:
-            traces = self._index.traces(outcome.component.id)
-            for rollout in outcome.closed.rollouts:
-                own = (
-                    self._index.traces_of_rollout(rollout.rollout_id)
-                    or [row.trace_id for row in rollout.triplets]
-                    or traces
-                )
-                yield (rollout.rollout_id, rollout.attempt), own[0]
+        for rollout in outcome.closed.rollouts:
+            of_calls = (row.trace_id for row in (*rollout.triplets, *rollout.quarantined))
+            trace = self._index.trace_of_rollout(rollout.rollout_id) or next(of_calls, None)
+            yield (rollout.rollout_id, rollout.attempt), trace or self._index.traces(outcome.component.id)[0]
 
     def tidy(self) -> None:
         """Rewrite small parts and parts with superseded rows, and remove what was replaced a while ago."""
@@ -335,7 +333,7 @@ class Indexer:
 
 
 def run(config: ServeConfig, control: int, ready: Callable[[], None]) -> None:
-    """Index and write until `control` (a pipe's file descriptor) says "drain", or is closed because the service is gone.
+    """Index and write until `control`, a pipe's file descriptor, says "drain", or closes because the service is gone.
 
     Calls `ready` once journal and dataset are open. Raises SpanmillError if they cannot be opened or written.
     """
@@ -363,7 +361,7 @@ def run(config: ServeConfig, control: int, ready: Callable[[], None]) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _alone(folder: Path) -> Generator[None]:
     """Wait for the indexer of a service that was killed to notice that and go."""
     with (folder / "indexer.lock").open("w") as lock:
         last_try = time.monotonic() + LOCK_S
@@ -390,11 +388,16 @@ def main() -> int:
     for number in (signals.SIGINT, signals.SIGTERM):
         signals.signal(number, signals.SIG_IGN)  # the service decides, over the pipe, and drains first
     control = sys.stdin.fileno()
+    config: ServeConfig = pickle.loads(_exactly(control, int.from_bytes(_exactly(control, 4))))
     try:
-        config = pickle.loads(_exactly(control, int.from_bytes(_exactly(control, 4))))
         run(config, control, lambda: print("ready", flush=True))
     except SpanmillError as error:
         print(error, flush=True)
+        return 1
+    except sqlite3.DatabaseError as error:
+        print(f"the index: {error}", flush=True)
+        if not isinstance(error, sqlite3.OperationalError):  # it is damaged, not out of space
+            discard(config.journal_folder / INDEX_NAME)
         return 1
     return 0
 

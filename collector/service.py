@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import IO
 
@@ -18,7 +18,7 @@ from spanmill.errors import DatasetError
 
 POLL_S = 0.2
 RESTART_S = (0.5, 30.0)
-"""The first and the longest wait before a dead indexer is started again: twice as long as before if it lived shorter."""
+"""The first and the longest wait before a dead indexer is started again; it doubles after each that lived shorter."""
 START_S = 120.0
 """The longest that opening a dataset may take, with the wait for the indexer of a service that was killed."""
 
@@ -58,19 +58,17 @@ def _watch(indexer: "_Indexer", stop: threading.Event) -> None:
         if not indexer.dead:
             continue
         wait = min(2 * wait, RESTART_S[1]) if indexer.age_s < wait else RESTART_S[0]
-        _say(
-            f"the indexer has died{indexer.last_words}; it starts again in {wait:g} s, what is received stays in the journal"
-        )
+        _say(f"the indexer has died{indexer.last_words}; it starts again in {wait:g} s; the journal goes on")
         if stop.wait(wait):
             return
         indexer.start()
 
 
 @contextmanager
-def _stopping(stop: threading.Event) -> Iterator[None]:
+def _stopping(stop: threading.Event) -> Generator[None]:
     """Let SIGTERM and SIGINT set `stop`."""
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, lambda *_: stop.set()) for number in numbers]
+    before = [signal.signal(number, lambda number, frame: stop.set()) for number in numbers]
     try:
         yield
     finally:
@@ -83,7 +81,7 @@ def _say(line: str) -> None:
 
 
 class _Indexer:
-    """The second process. When this one is gone, however it went, the pipe between them closes and it ends by itself."""
+    """The second process. When this one is gone, however it went, the pipe to it closes and it ends by itself."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
@@ -123,7 +121,7 @@ class _Indexer:
             raise DatasetError(line or f"the indexer ended with exit code {self._process.wait()} before it was ready")
 
     def drain(self, deadline: float) -> None:
-        """Have it write what the journal holds, and end, until `deadline`; what it does not get to, the next start writes."""
+        """Have it write what the journal holds, and end, until `deadline`; the next start writes the rest."""
         self._send(b"drain")
         try:
             code = self._process.wait(max(0.0, deadline - time.monotonic()))
