@@ -63,6 +63,7 @@ class Outbox:
         self._closing = False
         self._thread: threading.Thread | None = None
         self._exporter: SpanExporter | None = None
+        self._ready = threading.Event()
         self.emitted = 0
         self.dropped = 0
         self.failed = 0
@@ -107,6 +108,12 @@ class Outbox:
             self._send_up_to = self._accepted
             self._changed.notify_all()
 
+    def make_ready(self, timeout_s: float) -> None:
+        """If spans are on their way, have an exporter for them: as Python shuts down, one can no longer be imported."""
+        self.hurry()
+        if self._thread is not None:
+            self._ready.wait(timeout_s)
+
     def close(self, timeout_s: float) -> bool:
         """Flush, then take nothing more and end the thread; what is still here is given up and counted as failed."""
         delivered = self.flush(timeout_s)
@@ -114,8 +121,10 @@ class Outbox:
             self._closing = True
             self._send_up_to = self._accepted
             self._changed.notify_all()
-        if not delivered and self._exporter is not None:
-            _shut_down(self._exporter)
+        if not delivered:
+            _report_undelivered()
+            if self._exporter is not None:
+                _shut_down(self._exporter)
         if self._thread is not None:
             self._thread.join(CLOSE_S)
         with self._changed:
@@ -178,20 +187,26 @@ class Outbox:
                 if self._exporter is None:
                     self._exporter = self._make_exporter()
                     _silence(self._exporter)
+                    self._ready.set()
                 if self._exporter.export(spans) is SpanExportResult.SUCCESS:
                     return True
             except Exception as error:
+                self._ready.set()
                 report(UNDELIVERED, f"spans cannot be exported: {error!r}", counted=False)
                 return False
             with self._changed:
                 if attempt + 1 == SENDS or self._changed.wait_for(lambda: self._closing, RESEND_DELAY_S):
                     break
-        report(
-            UNDELIVERED,
-            "spans cannot be delivered: is the collector reachable at OTEL_EXPORTER_OTLP_ENDPOINT?",
-            counted=False,
-        )
+        _report_undelivered()
         return False
+
+
+def _report_undelivered() -> None:
+    report(
+        UNDELIVERED,
+        "spans cannot be delivered: is the collector reachable at OTEL_EXPORTER_OTLP_ENDPOINT?",
+        counted=False,
+    )
 
 
 def _silence(exporter: SpanExporter) -> None:

@@ -168,6 +168,9 @@ def _pipeline() -> _Pipeline:
                 to = target()
                 _made = _Pipeline(_outbox(lambda: make_exporter(to)), to.host)
                 atexit.register(close)
+                before_shutdown = getattr(threading, "_register_atexit", None)  # as concurrent.futures ends its threads
+                if before_shutdown is not None:
+                    before_shutdown(_make_ready)
                 os.register_at_fork(after_in_child=_after_fork)
     return _made
 
@@ -199,7 +202,8 @@ def tracer() -> trace.Tracer:
     add: Callable[[SpanProcessor], None] | None = getattr(program, "add_span_processor", None)
     if add is not None and not any(program is known for known in pipeline.served):
         pipeline.served.append(program)
-        add(RolloutProcessor(exports=not _sends_to(program, pipeline.host)))
+        with guarded("joining the program's provider"):
+            add(RolloutProcessor(exports=not _sends_to(program, pipeline.host)))
     if not pipeline.sigterm_is_hooked and threading.current_thread() is threading.main_thread():
         pipeline.sigterm_is_hooked = True
         _hook_sigterm()
@@ -268,6 +272,11 @@ def _hook_child_end() -> None:
     process = sys.modules.get("multiprocessing.process")
     if util is not None and process is not None and process.parent_process() is not None:
         util.Finalize(None, close, exitpriority=0)
+
+
+def _make_ready() -> None:
+    if _made is not None:
+        _made.outbox.make_ready(exit_timeout_s())
 
 
 def _after_fork() -> None:

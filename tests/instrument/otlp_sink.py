@@ -76,7 +76,7 @@ class Sink:
 
 
 @contextmanager
-def grpc_receiver() -> Generator[Sink]:
+def grpc_receiver(address: str = "127.0.0.1:0") -> Generator[Sink]:
     """A gRPC receiver with gRPC's default limit of 4 MiB for a message."""
     sink = Sink()
 
@@ -91,7 +91,7 @@ def grpc_receiver() -> Generator[Sink]:
 
     server = grpc.server(ThreadPoolExecutor(4))
     server.add_generic_rpc_handlers((Handler(),))
-    sink.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    sink.endpoint = f"http://127.0.0.1:{server.add_insecure_port(address)}"
     server.start()
     yield sink
     sink.answers.set()
