@@ -111,7 +111,7 @@ def test_errors_name_what_is_wrong(
     assert not says.startswith("spanmill:") or (says == said.err[: len(says)] and 1 == said.err.count("\n"))
 
 
-def test_failure_has_its_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An error that ends a command is one line on stderr, and the exit code 1."""
     from spanmill.collector import service
 
@@ -123,7 +123,7 @@ def test_failure_has_its_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert ("", "spanmill: data cannot be written: disk full\n") == capsys.readouterr()
 
 
-def test_failure_without_an_error_has_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_has_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that returns a code ends the process with it."""
     from spanmill.collector import service
 
