@@ -33,6 +33,8 @@ class Source:
     """The rollout that the span itself names, by sources 1 to 5."""
     home: str
     """The rollout it would have by itself."""
+    told_by: tuple[str, int] = ("", 0)
+    """What carries `rollout_id`, and off which place of the request a hook read it."""
     above: "Source | None" = None
     """The nearest LLM span above."""
 
@@ -82,7 +84,13 @@ def read_sources(tree: Tree, identities: Identities) -> list[Source]:
         if calls:
             own = identities.explicit(span)
             home = identities.of(span)
-            made[id(span)] = Source(span, calls, own.rollout_id if own else None, home.rollout_id if home else "")
+            made[id(span)] = Source(
+                span,
+                calls,
+                own.rollout_id if own else None,
+                home.rollout_id if home else "",
+                (own.source, own.carrier) if own else ("", 0),
+            )
     for source in made.values():
         source.above = next((made[id(a)] for a in tree.ancestors(source.span) if id(a) in made), None)
     return list(made.values())
@@ -155,8 +163,14 @@ def _read_suffixes(sources: list[Source]) -> None:
 
 
 def _compatible(a: Source, b: Source) -> bool:
-    """Whether the rollouts are equal or one is unknown."""
-    return a.rollout_id is None or b.rollout_id is None or a.rollout_id == b.rollout_id
+    """Whether the rollouts are equal or one is unknown.
+
+    What a hook read off a request may be stale or of another place than what the client's spans carry: then the
+    stronger of the two decides for the call (design section 15 a).
+    """
+    if a.rollout_id is None or b.rollout_id is None or a.rollout_id == b.rollout_id:
+        return True
+    return "carrier" in (a.told_by[0], b.told_by[0]) and a.told_by != b.told_by
 
 
 def _overlap(a: Source, b: Source) -> bool:
@@ -252,8 +266,10 @@ def _place_engine(source: Source, clusters: list[list[Source]], client_clusters:
     """An engine's span joins the client's call of its id: the one above it, or the only one that there is."""
     possible = [c for c in clusters[:client_clusters] if all(_compatible(source, other) for other in c)]
     below = [c for c in possible if any(other.is_above(source) for other in c)]
-    if len(below or possible) == 1:
-        (below or possible)[0].append(source)
+    equal = [c for c in possible if source.rollout_id and any(other.rollout_id == source.rollout_id for other in c)]
+    nearest = below or equal or possible
+    if len(nearest) == 1:
+        nearest[0].append(source)
     elif possible:
         clusters.append([source])  # two calls may be meant: linking needs exactly one
     else:

@@ -70,7 +70,7 @@ def _on_span(span: Span) -> Iterator[Seen]:
             span,
             identifier(a.get(sc.REWARD_CALL_ID)),
         )
-    if span.is_log and span.name == sc.GEN_AI_EVALUATION_RESULT:
+    if span.is_log and span.name == sc.GEN_AI_EVALUATION_RESULT and sc.GEN_AI_EVALUATION_SCORE in a:
         yield _evaluation(a, source, span.start_ns, span, inside=False)
     yield from _annotation(span)
     yield from _openinference(span)
@@ -91,7 +91,7 @@ def _on_events(span: Span) -> Iterator[Seen]:
                 identifier(a.get(sc.REWARD_CALL_ID)),
                 inside=True,
             )
-        elif event.name == sc.GEN_AI_EVALUATION_RESULT:
+        elif event.name == sc.GEN_AI_EVALUATION_RESULT and sc.GEN_AI_EVALUATION_SCORE in a:
             yield _evaluation(a, "event", event.time_ns, span, inside=True)
 
 
@@ -221,10 +221,13 @@ class _Places:
         self._ended = ended
 
     def target(self, reward: Seen) -> Joined | None:
-        """The call that a reward names, or whose event or child it is."""
+        """The call that a reward names or links to, or whose event or child it is."""
         if reward.call_id is not None:
             return self._named.get(reward.call_id)
-        return self._of_span.get(_parent(reward)) if reward.span is not None else None
+        if reward.span is None:
+            return None
+        linked = (self._of_span.get((k.trace_id, k.span_id)) for k in reward.span.links if not reward.inside)
+        return next((c for c in linked if c is not None), self._of_span.get(_parent(reward)))
 
     def last_before(self, reward: Seen) -> Joined | None:
         """The last call that ended before the reward under the same parent span, else in the rollout."""

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, cast
 
 import numpy as np
 
-from spanmill.triplets.records import Json, Logprobs, TokenIds, Value
+from spanmill.triplets.records import Attributes, Json, Logprobs, TokenIds, Value
 
 LOGPROB_NOISE: Final = 1e-5
 """A log probability may lie this much above 0: float noise, kept as it is."""
@@ -20,6 +20,8 @@ CONSTANT_IDS: Final = frozenset({"", "__fake_id__"})
 Fault = tuple[str, str]
 """(reason, detail): why numbers cannot be used."""
 
+_JSON: Final = re.compile(r'\s*(\{\s*(["}]|\Z)|\[\s*(["\[{\]\d-]|\Z))')
+"""How JSON text of an object or array begins; `[INST]` is text."""
 _ESCAPED_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
@@ -92,15 +94,17 @@ def parse_json(raw: str) -> Json:
     """The value of a JSON text, lone surrogates replaced by U+FFFD. Raises ValueError if it is no JSON."""
     try:
         value = json.loads(raw)
+        return clean(value) if _ESCAPED_SURROGATE.search(raw) else value
     except RecursionError as e:
         raise ValueError("nested too deeply") from e
-    return clean(value) if _ESCAPED_SURROGATE.search(raw) else value
 
 
 def clean(value: Json) -> Json:
-    """The same JSON value without lone surrogates, which no UTF-8 can hold."""
+    """The same JSON value without lone surrogates, which no UTF-8 can hold, and with plain lists for arrays."""
     if isinstance(value, str):
         return _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, np.ndarray):
+        return cast("list[Json]", value.tolist())
     if isinstance(value, list):
         return [clean(v) for v in cast("list[Json]", value)]
     if isinstance(value, dict):
@@ -138,11 +142,24 @@ def _finite(value: Json) -> Json:
 
 def structured(value: Value) -> Json:
     """A JSON-like attribute: JSON text is parsed, an AnyValue is taken as it is. Raises ValueError on cut JSON."""
-    if isinstance(value, str):
+    return parse_json(value) if isinstance(value, str) else clean(value)
+
+
+def read_json(attributes: Attributes, name: str, damaged: list[str]) -> Json:
+    """An attribute as a JSON-like value: JSON text is parsed, other text and an AnyValue come back as they are.
+
+    JSON text that was cut on the way is None, and its name is added to `damaged`.
+    """
+    value = attributes.get(name)
+    if not isinstance(value, str):
+        return clean(value)
+    try:
         return parse_json(value)
-    if isinstance(value, np.ndarray):
-        return cast("list[Json]", value.tolist())
-    return clean(value)
+    except ValueError:
+        if not _JSON.match(value):
+            return value
+        damaged.append(name)
+        return None
 
 
 def token_ids(value: Value, name: str, *, foreign: bool = False) -> Ids:
@@ -161,25 +178,27 @@ def token_ids(value: Value, name: str, *, foreign: bool = False) -> Ids:
         packed, fault = _unpack(value, name)
         return Ids(None, fault) if packed is None else _in_range(np.frombuffer(packed, "<i4"), name)
     if isinstance(value, list):
-        if any(isinstance(v, bool) or not isinstance(v, int | float) for v in value):
-            return Ids(None, ("bad_token_id", f"{name}: expected integers, found {_kinds(value)}"))
+        if any(isinstance(v, bool) or not isinstance(v, int | float) or abs(v) >= 2**62 for v in value):
+            return _unusable(len(value), f"{name}: expected token ids, found {_kinds(value)}")
         value = np.asarray(value) if value else np.zeros(0, np.int64)
     if not isinstance(value, np.ndarray):
         return Ids(None, ("bad_token_id", f"{name}: expected token ids, found {type(value).__name__}"))
     if value.dtype.kind == "f":
         if not foreign or not np.all(np.isfinite(value)) or np.any(value != np.floor(value)):
-            return Ids(None, ("bad_token_id", f"{name}: expected integers, found doubles"))
+            return _unusable(value.size, f"{name}: expected integers, found doubles")
         value = np.clip(value, -1, 2**31).astype(np.int64)
     return _in_range(value, name)
 
 
+def _unusable(length: int, why: str) -> Ids:
+    """Ids of which only the number matters: the call's tokens are counted as quarantined."""
+    return Ids(np.full(length, -1, np.int32), ("bad_token_id", why))
+
+
 def _in_range(ids: np.ndarray, name: str) -> Ids:
-    if ids.dtype.kind not in "iu":
-        return Ids(None, ("bad_token_id", f"{name}: expected integers, found {ids.dtype}"))
     if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
         at = int(np.flatnonzero((ids < 0) | (ids >= 2**31))[0])
-        # Of ids that cannot be used only the number matters: they are counted as quarantined tokens.
-        return Ids(np.full(ids.shape, -1, np.int32), ("bad_token_id", f"{name}[{at}] is {int(ids[at])}"))
+        return _unusable(ids.size, f"{name}[{at}] is {int(ids[at])}")
     return Ids(ids.astype(np.int32))
 
 

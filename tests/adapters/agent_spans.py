@@ -66,11 +66,17 @@ def call(
 def rollout(number: int, rollout_id: str, *, status: str | None = None, **more: Any) -> Span:
     """The span of a rollout."""
     reported: dict[str, Value] = {"spanmill.rollout.status": status} if status else {}
-    return span(number, {"spanmill.rollout.id": rollout_id, **reported}, name="rollout", **{"end": 1000, **more})
+    return span(number, {"spanmill.rollout.id": rollout_id, **reported}, name="rollout", end=1000, **more)
 
 
 def reward(
-    number: int, value: Value, *, reward_name: str | None = None, call_id: str | None = None, **more: Any
+    number: int,
+    value: Value,
+    *,
+    reward_name: str | None = None,
+    call_id: str | None = None,
+    start: int = 0,
+    **more: Any,
 ) -> Span:
     """A reward span."""
     a: dict[str, Value] = {"spanmill.reward.value": value}
@@ -78,7 +84,7 @@ def reward(
         a["spanmill.reward.name"] = reward_name
     if call_id is not None:
         a["spanmill.reward.call_id"] = call_id
-    return span(number, a, name="spanmill.reward", **{"end": more.get("start", 0) + 1, **more})
+    return span(number, a, name="spanmill.reward", start=start, end=start + 1, **more)
 
 
 def event(name: str, attributes: Mapping[str, Value], *, at: int = 0) -> Event:
