@@ -1,6 +1,9 @@
 """Our own spans: emitted by the vLLM plugin, the gateway, the injector and the Python API."""
 
+import base64
 from typing import Final, cast
+
+import numpy as np
 
 from spanmill import semconv as sc
 from spanmill.adapters.dialects import genai
@@ -32,6 +35,8 @@ def read(span: Span) -> list[Call]:
     call.response_count = integer(a.get(sc.RESPONSE_TOKEN_COUNT))
     call.retry = integer(a.get(sc.REQUEST_RETRY))
     call.records_finish = True
+    call.stop_reason = text(a.get(sc.STOP_REASON))
+    call.routed_experts = _experts(a)
     call.policy_version = text(a.get(sc.POLICY_VERSION))
     runs, runs_fault = _runs(a)
     call.policy_versions = runs
@@ -39,6 +44,20 @@ def read(span: Span) -> list[Call]:
     faults = (prompt.fault, response.fault, probs.fault, runs_fault, media_fault)
     call.faults += tuple(f for f in faults if f is not None)
     return [call]
+
+
+def _experts(attributes: Attributes) -> Json:
+    """The experts that the tokens were routed to, as the engine gave them; None if that is not whole."""
+    data, shape = attributes.get(sc.ROUTED_EXPERTS), attributes.get(sc.ROUTED_EXPERTS_SHAPE)
+    kind = text(attributes.get(sc.ROUTED_EXPERTS_DTYPE))
+    if isinstance(data, str):
+        try:
+            data = base64.b64decode(data, validate=True)
+        except ValueError:
+            return None
+    if not isinstance(data, bytes) or not isinstance(shape, np.ndarray) or kind is None:
+        return None
+    return {"data": data, "shape": [int(n) for n in shape], "dtype": kind}
 
 
 def _json(attributes: Attributes, name: str) -> tuple[Json, Fault | None]:
