@@ -68,6 +68,7 @@ def run(
     own = _identity(given, environ)
     endpoint = endpoint or environ.get(SPANMILL_ENDPOINT)
     keep_quiet(UNDELIVERED)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # stderr is the command's; what is lost is said at the end
     if endpoint:
         provider.configure(endpoint=endpoint)
     with Rollout(own, {}) as rollout:

@@ -112,7 +112,7 @@ def _bearer(authorization: str) -> str:
 def read_key(key: str) -> tuple[Identity | None, str | None]:
     """(identity, key for vLLM) in an API key `sk-rollout-<id>[.<attempt>][:<key>]`; id percent-encoded, `.` included.
 
-        read_key("sk-rollout-a%2Fb.2:secret") == (Identity("a/b", 2), "secret")
+    read_key("sk-rollout-a%2Fb.2:secret") == (Identity("a/b", 2), "secret")
     """
     if not key.startswith("sk-rollout-"):
         return None, None
