@@ -1,9 +1,9 @@
-"""Messages of any instrumentation in OpenAI chat shape."""
+"""OpenAI chat shape: finish reasons, messages, tool calls; and attributes that were flattened name by name."""
 
 from collections.abc import Iterable, Mapping
 from typing import Final, cast
 
-from spanmill.adapters.values import dump_json, text
+from spanmill.adapters.values import clean, dump_json, text
 from spanmill.triplets.records import Attributes, Json, Value
 
 FINISH_WORDS: Final = {
@@ -28,10 +28,25 @@ FINISH_WORDS: Final = {
 """Words of other vendors and conventions for OpenAI's finish reasons."""
 
 MEDIA_TYPES: Final = frozenset(
-    {"image_url", "input_image", "image", "input_audio", "audio", "audio_url", "video_url", "video"}
+    {
+        "image_url",
+        "input_image",
+        "image",
+        "input_audio",
+        "audio",
+        "audio_url",
+        "video_url",
+        "video",
+        "blob",
+        "uri",
+        "file",
+    }
 )
 MAX_DEPTH: Final = 24
 """Steps of a flattened name that are taken apart."""
+PAYLOADS: Final = frozenset(
+    {"url", "image_url", "audio_url", "video_url", "data", "content", "uri", "file_id", "image"}
+)
 REDACTED: Final = frozenset({"", "__REDACTED__", "[REDACTED]", "<redacted>", "REDACTED"})
 
 
@@ -48,10 +63,14 @@ def as_object(value: Json) -> dict[str, Json]:
     return cast("dict[str, Json]", value) if isinstance(value, dict) else {}
 
 
+def as_list(value: Json) -> list[Json]:
+    """The JSON list, or an empty one for anything else."""
+    return cast("list[Json]", value) if isinstance(value, list) else []
+
+
 def as_objects(value: Json) -> list[dict[str, Json]]:
     """The JSON objects of a list; anything else in it is passed over."""
-    items = cast("list[Json]", value) if isinstance(value, list) else []
-    return [cast("dict[str, Json]", v) for v in items if isinstance(v, dict)]
+    return [cast("dict[str, Json]", v) for v in as_list(value) if isinstance(v, dict)]
 
 
 def arguments_text(arguments: Json) -> str:
@@ -102,7 +121,7 @@ def _set(into: dict[str, Json], path: list[str], value: Value) -> None:
     for step in path[:-1]:
         below = into.get(step)
         into = into.setdefault(step, {}) if isinstance(below, dict) or below is None else into
-    into[path[-1]] = value
+    into[path[-1]] = value if isinstance(value, str) else clean(value)
 
 
 def _lists(value: Json) -> Json:
@@ -125,18 +144,16 @@ def has_media(messages: Json) -> tuple[bool, bool]:
 
 
 def _has_payload(part: Mapping[str, Json]) -> bool:
-    return any(
-        isinstance(v, str) and v not in REDACTED
-        for v in _leaves(part.get(str(part.get("type")), part.get("image_url", part.get("data"))))
-    )
+    return any(isinstance(v, str) and v not in REDACTED for v in _payloads(part))
 
 
-def _leaves(value: Json) -> Iterable[Json]:
-    if isinstance(value, dict):
-        for v in cast("dict[str, Json]", value).values():
-            yield from _leaves(v)
-    else:
-        yield value
+def _payloads(value: Mapping[str, Json]) -> Iterable[Json]:
+    """What a part may hold its image or audio in, or name it by; formats and the like are no payload."""
+    for name, held in value.items():
+        if name in PAYLOADS and not isinstance(held, dict):
+            yield held
+        elif isinstance(held, dict):
+            yield from _payloads(cast("Mapping[str, Json]", held))
 
 
 def answer_text(message: Json) -> str | None:

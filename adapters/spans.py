@@ -18,15 +18,24 @@ CONTAINER_OPERATIONS: Final = frozenset(
         "plan",
         "retrieval",
         "embeddings",
+        "rerank",
+        "fetch_response",
         "create_memory",
         "search_memory",
         "update_memory",
         "delete_memory",
     }
 )
-LLM_KINDS: Final = frozenset({"llm", "generation", "completion", "chat"})
+LLM_KINDS: Final = frozenset({"llm", "generation", "completion", "chat", "chat_model"})
 
-KIND_ATTRIBUTES: Final = (sc.OPENINFERENCE_SPAN_KIND, sc.TRACELOOP_SPAN_KIND, sc.LANGFUSE_TYPE, sc.AGENTOPS_SPAN_KIND)
+KIND_ATTRIBUTES: Final = (
+    sc.OPENINFERENCE_SPAN_KIND,
+    sc.TRACELOOP_SPAN_KIND,
+    sc.LANGFUSE_TYPE,
+    sc.AGENTOPS_SPAN_KIND,
+    sc.LANGSMITH_SPAN_KIND,
+    sc.MLFLOW_SPAN_TYPE,
+)
 """Where the instrumentations say what kind of thing a span is."""
 
 
@@ -35,19 +44,34 @@ def kinds(span: Span) -> Iterator[str]:
     for name in KIND_ATTRIBUTES:
         value = span.attributes.get(name)
         if isinstance(value, str):
-            yield value.lower()
+            yield value.strip('"').lower()  # MLflow's values are JSON texts
 
 
 def is_container(span: Span) -> bool:
     """Whether the span is an agent, chain, workflow, tool or other step around LLM calls."""
+    return (
+        _operation(span) in CONTAINER_OPERATIONS
+        or any(k not in LLM_KINDS for k in kinds(span))
+        or _is_outer(span.attributes)
+    )
+
+
+def _operation(span: Span) -> str:
     operation = span.attributes.get(sc.GEN_AI_OPERATION)
-    return operation in CONTAINER_OPERATIONS or any(k not in LLM_KINDS for k in kinds(span))
+    return operation if isinstance(operation, str) else ""
+
+
+def _is_outer(attributes: Attributes) -> bool:
+    """Whether a span announces another, or is the AI SDK's span around the one that makes the request."""
+    operation = attributes.get(sc.VERCEL_OPERATION)
+    pending = attributes.get(sc.LOGFIRE_SPAN_TYPE)
+    around = isinstance(operation, str) and not operation.endswith((".doGenerate", ".doStream"))
+    return around or (isinstance(pending, str) and pending == "pending_span")
 
 
 def agent_name(span: Span) -> str | None:
     """The agent's name if this is an agent's span: as recorded, else the span's name."""
-    operation = span.attributes.get(sc.GEN_AI_OPERATION)
-    if operation not in ("invoke_agent", "create_agent") and "agent" not in kinds(span):
+    if _operation(span) not in ("invoke_agent", "create_agent") and "agent" not in kinds(span):
         return None
     return recorded_agent(span.attributes) or span.name
 

@@ -1,20 +1,24 @@
-"""Agent Lightning 0.3: AgentOps spans of the openai client with token ids patched in beside flattened messages."""
+"""Agent Lightning 0.3: AgentOps spans with token ids patched in, and its Weave tracer's flattened answers."""
 
-from collections.abc import Mapping
-from typing import Final, cast
+from typing import Final
 
 from spanmill import semconv as sc
-from spanmill.adapters.messages import as_object, as_objects, finish_word, tool_call, tool_call_ids, unflatten
-from spanmill.adapters.raw import entries
-from spanmill.adapters.spans import recorded_agent
-from spanmill.adapters.values import Fault, identifier, integer, number, parse_json, text, token_ids
-from spanmill.triplets.records import Attributes, Call, Json, Span, TokenIds
+from spanmill.adapters.dialects import genai
+from spanmill.adapters.flattened import flat_answers, flat_prompt, flat_tools
+from spanmill.adapters.messages import as_list, as_object, as_objects, unflatten_object
+from spanmill.adapters.raw import apply_parameters, entries, is_answer, read_answer
+from spanmill.adapters.shapes import conversation, tool_definitions
+from spanmill.adapters.values import Fault, identifier, parse_json, text, token_ids
+from spanmill.triplets.records import Attributes, Call, Json, Logprobs, Span, TokenIds
 
 PROMPT_IDS: Final = "prompt_token_ids"
 RESPONSE_IDS: Final = "response_token_ids"
 LOGPROBS: Final = "logprobs.content"
-PROMPT: Final = "gen_ai.prompt."
-COMPLETION: Final = "gen_ai.completion."
+REQUEST_TYPE: Final = "gen_ai.request.type"
+FUNCTIONS: Final = "gen_ai.request.functions."
+INPUT: Final = "agentlightning.operation.input."
+OUTPUT: Final = "agentlightning.operation.output."
+WEAVE: Final = (OUTPUT + "choices.", OUTPUT + "prompt_token_ids", OUTPUT + "response_token_ids")
 
 
 def recognises(span: Span) -> bool:
@@ -22,78 +26,72 @@ def recognises(span: Span) -> bool:
     a = span.attributes
     if RESPONSE_IDS in a or LOGPROBS in a or (PROMPT_IDS in a and sc.GEN_AI_REQUEST_MODEL in a):
         return True
-    runs = sc.AGL_ROLLOUT_ID in a or sc.AGL_ROLLOUT_ID in span.resource
-    return runs and a.get("gen_ai.request.type") in ("chat", "completion") and sc.GEN_AI_REQUEST_MODEL in a
+    if _is_weave(a):
+        return True
+    return text(a.get(REQUEST_TYPE)) in ("chat", "completion") and sc.GEN_AI_REQUEST_MODEL in a
+
+
+def _is_weave(attributes: Attributes) -> bool:
+    return any(name.startswith(WEAVE) for name in attributes)
 
 
 def read(span: Span) -> list[Call]:
-    """A Call per completion; the ids and logprobs are of choice 0."""
+    """A Call per completion; the ids and logprobs of AgentOps spans are of choice 0."""
+    return _read_weave(span) if _is_weave(span.attributes) else _read_agentops(span)
+
+
+def _read_agentops(span: Span) -> list[Call]:
     a = span.attributes
-    answers = [_message(c) for c in unflatten(a, COMPLETION)]
+    content = genai.content_of(span)
+    content.messages = content.messages or flat_prompt(a)
+    content.tools = content.tools or flat_tools(a, FUNCTIONS)
+    if not content.answers:
+        for said, reason in flat_answers(a):
+            content.answers.append(said)
+            content.reasons.append(reason)
+    calls = genai.read_as(span, "agentlightning", content)
     prompt = token_ids(a.get(PROMPT_IDS), PROMPT_IDS, foreign=True)
     response = token_ids(a.get(RESPONSE_IDS), RESPONSE_IDS, foreign=True)
-    probs, probs_faults = _logprobs(a, response.ids)
-    faults = tuple(f for f in (prompt.fault, response.fault) if f is not None) + probs_faults
-    messages = [_message(m) for m in unflatten(a, PROMPT)] or None
-    made: list[Call] = []
-    for choice, answer in enumerate(answers or [None]):
-        reason = answer.pop("finish_reason", None) if answer is not None else None
-        has_ids = choice == 0 and response.ids is not None
-        made.append(
-            Call(
-                span=span,
-                dialect="agentlightning",
-                source="client" if has_ids else "text",
-                choice=choice,
-                choices=max(1, len(answers)),
-                response_id=identifier(a.get(sc.GEN_AI_RESPONSE_ID)),
-                tool_call_ids=tool_call_ids(answer),
-                model=text(a.get(sc.GEN_AI_RESPONSE_MODEL)) or text(a.get(sc.GEN_AI_REQUEST_MODEL)),
-                prompt_token_ids=prompt.ids,
-                response_token_ids=response.ids if choice == 0 else None,
-                response_logprobs=probs if choice == 0 else None,
-                usage_prompt=_usage(a, sc.GEN_AI_PROMPT_TOKENS, sc.GEN_AI_INPUT_TOKENS),
-                usage_response=_usage(a, sc.GEN_AI_COMPLETION_TOKENS, sc.GEN_AI_OUTPUT_TOKENS),
-                temperature=number(a.get(sc.GEN_AI_TEMPERATURE), foreign=True),
-                top_p=number(a.get(sc.GEN_AI_TOP_P), foreign=True),
-                max_tokens=integer(a.get(sc.GEN_AI_MAX_TOKENS), foreign=True),
-                finish_reason=finish_word(reason),
-                records_finish=True,
-                agent=recorded_agent(a),
-                messages=messages,
-                response=answer,
-                faults=faults if choice == 0 else (),
-            )
-        )
-    return made
+    probs, faults = _logprobs(a, response.ids)
+    for call in calls:
+        call.prompt_token_ids = prompt.ids
+        call.records_finish = True
+    first = calls[0]
+    first.source = "client" if response.ids is not None else "text"
+    first.response_token_ids, first.response_logprobs = response.ids, probs
+    first.faults += tuple(f for f in (prompt.fault, response.fault) if f is not None) + faults
+    return calls
 
 
-def _usage(attributes: Attributes, *names: str) -> int | None:
-    return next((n for name in names if (n := integer(attributes.get(name), foreign=True)) is not None), None)
-
-
-def _logprobs(attributes: Attributes, ids: TokenIds | None) -> tuple[Json, tuple[Fault, ...]]:
+def _logprobs(attributes: Attributes, ids: TokenIds | None) -> tuple[Logprobs | None, tuple[Fault, ...]]:
     raw = attributes.get(LOGPROBS)
     if raw is None:
         return None, ()
     try:
-        items = parse_json(raw) if isinstance(raw, str) else raw
+        items: Json = parse_json(raw) if isinstance(raw, str) else raw
     except ValueError as e:
         return None, (("truncated_attribute", f"{LOGPROBS}: JSON that does not parse ({e})"),)
     return entries(items, ids) if isinstance(items, list) else (None, ())
 
 
-def _message(item: Mapping[str, Json]) -> dict[str, Json]:
-    made: dict[str, Json] = {"role": item.get("role"), "content": item.get("content")}
-    for name in ("tool_call_id", "finish_reason"):
-        if item.get(name):
-            made[name] = item[name]
-    calls = as_objects(item.get("tool_calls"))
-    if calls:
-        made["tool_calls"] = [_call(c) for c in calls]
-    return made
-
-
-def _call(item: Mapping[str, Json]) -> dict[str, Json]:
-    function = as_object(item.get("function")) or item
-    return tool_call(item.get("id"), function.get("name"), cast("Json", function.get("arguments")))
+def _read_weave(span: Span) -> list[Call]:
+    """The raw answer, flattened name by name; ids of the first choice may stand beside the choices."""
+    a = span.attributes
+    asked, said = unflatten_object(a, INPUT), unflatten_object(a, OUTPUT)
+    choices = as_objects(said.get("choices")) or [{}]
+    beside = as_list(said.get(RESPONSE_IDS))
+    lists = beside if beside and isinstance(beside[0], list) else [beside or None]
+    for choice, own in zip(choices, lists, strict=False):
+        nested = as_object(choice.get("provider_specific_fields")).get("token_ids")
+        ids = next((i for i in (choice.get("token_ids"), nested, own) if i is not None), None)
+        if ids is not None:
+            choice["token_ids"] = ids
+    said["choices"] = choices
+    calls = read_answer(span, "agentlightning", said) if is_answer(said) else []
+    for call in calls:
+        apply_parameters(call, asked)
+        call.messages = conversation(asked.get("messages"))
+        call.tools = tool_definitions(asked.get("tools"))
+        call.model = call.model or text(asked.get("model"))
+        call.response_id = call.response_id or identifier(a.get(sc.GEN_AI_RESPONSE_ID))
+    return calls

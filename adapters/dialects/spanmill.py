@@ -25,7 +25,7 @@ def read(span: Span) -> list[Call]:
     response = token_ids(a.get(sc.RESPONSE_TOKEN_IDS), sc.RESPONSE_TOKEN_IDS)
     probs = logprobs(a.get(sc.RESPONSE_LOGPROBS), sc.RESPONSE_LOGPROBS)
     capture = text(a.get(sc.CAPTURE))
-    call = genai.common(span, "spanmill", integer(a.get(sc.CHOICE_INDEX)) or 0)
+    call = genai.one_choice(span, "spanmill", integer(a.get(sc.CHOICE_INDEX)) or 0)
     call.source = capture if capture in sc.CAPTURES else "client"
     call.prompt_token_ids = prompt.ids
     call.response_token_ids = response.ids

@@ -1,4 +1,4 @@
-"""Names on the wire: every attribute, span and event name that spanmill writes or reads is spelled here and nowhere else.
+"""Names on the wire: every name of spanmill's own, and every name that more than one part reads, is spelled here alone.
 
 `gen_ai.*` is reused where the OpenTelemetry GenAI convention has a name; `spanmill.*` is ours. Names of one foreign
 dialect alone stand in that dialect's reader.
@@ -86,6 +86,13 @@ OPENINFERENCE_SPAN_KIND: Final = "openinference.span.kind"
 TRACELOOP_SPAN_KIND: Final = "traceloop.span.kind"
 LANGFUSE_TYPE: Final = "langfuse.observation.type"
 AGENTOPS_SPAN_KIND: Final = "agentops.span.kind"
+LANGSMITH_SPAN_KIND: Final = "langsmith.span.kind"
+MLFLOW_SPAN_TYPE: Final = "mlflow.spanType"
+LOGFIRE_SPAN_TYPE: Final = "logfire.span_type"
+VERCEL_OPERATION: Final = "ai.operationId"
+LLM_REQUEST_TYPE: Final = "llm.request.type"
+FLAT_PROMPT: Final = "gen_ai.prompt."
+FLAT_COMPLETION: Final = "gen_ai.completion."
 
 # Agent Lightning 0.3: identity and rewards are read beside ours, in adapters/identity.py and adapters/rewards.py.
 AGL_ROLLOUT_ID: Final = "agentlightning.rollout_id"
