@@ -173,11 +173,13 @@ class DatasetWriter:
 
     def _take_lock(self) -> IO[str]:
         with self._reported("make"):
+            new = not self._root.exists()
             for folder in (self._root, self._root / ".old"):
                 for table in TABLES:
                     (folder / table.name).mkdir(parents=True, exist_ok=True)
                 sync_folder(folder)
-            sync_folder(self._root.parent)
+            if new:
+                sync_folder(self._root.parent)
             lock = (self._root / ".lock").open("w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -255,12 +257,13 @@ class DatasetWriter:
     def _retire(self, numbers: Sequence[int]) -> None:
         """Move parts out of every glob's way; durable before a later part can replace the one that names them."""
         for table in TABLES:
-            for number in numbers:
+            present = [number for number in numbers if part_path(self._root, table, number).exists()]
+            for number in present:
                 path = part_path(self._root, table, number)
-                if path.exists():
-                    os.utime(path)
-                    os.replace(path, old_path(self._root, table, number))
-            sync_folder(self._root / table.name)
+                os.utime(path)
+                os.replace(path, old_path(self._root, table, number))
+            if present:
+                sync_folder(self._root / table.name)
         for number in numbers:
             self._parts.pop(number, None)
             self._superseded.pop(number, None)

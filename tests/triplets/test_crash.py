@@ -190,7 +190,7 @@ def test_a_crash_after_an_unclear_commit_mixes_no_rows(
 ):
     """A part renamed but not known to be durable counts as committed, so the next one never overwrites its files."""
     read: list[Any] = []
-    for step in range(20):
+    for step in range(13):
         root = tmp_path / f"dataset-{step}"
         _dataset(root, make_rollout, make_quarantined)
         with DatasetWriter(root) as writer:
