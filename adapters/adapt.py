@@ -26,6 +26,7 @@ from spanmill.triplets.span_json import span_json
 Key = tuple[str, int]
 """(rollout id, attempt)."""
 
+_FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
 TERMINAL: Final = frozenset({"succeeded", "failed", "cancelled"})
 
 
@@ -317,10 +318,10 @@ def _triplet(call: Joined, rollout_id: str, labels: Labels, *, failed: bool) -> 
         logprobs_mode=m.logprobs_mode,
         policy_version=runs[-1].version if runs else m.policy_version,
         policy_versions=runs,
-        temperature=m.temperature,
-        top_p=m.top_p,
-        top_k=m.top_k,
-        max_tokens=m.max_tokens,
+        temperature=_float32(m.temperature),
+        top_p=_float32(m.top_p),
+        top_k=_int32(m.top_k),
+        max_tokens=_int32(m.max_tokens),
         finish_reason=m.finish_reason,
         stop_reason=m.stop_reason,
         reward=call.reward,
@@ -332,6 +333,15 @@ def _triplet(call: Joined, rollout_id: str, labels: Labels, *, failed: bool) -> 
         flags=tuple(sorted(call.flags)),
         metadata=dump_json(metadata),
     )
+
+
+def _int32(value: int | None) -> int | None:
+    """A number that fits its column; one that does not is as good as not recorded."""
+    return value if value is not None and -(2**31) <= value < 2**31 else None
+
+
+def _float32(value: float | None) -> float | None:
+    return value if value is not None and abs(value) <= _FLOAT32_MAX else None
 
 
 def _text(value: Json) -> str | None:

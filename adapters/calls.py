@@ -81,6 +81,9 @@ def read_sources(tree: Tree, identities: Identities) -> list[Source]:
     made: dict[int, Source] = {}
     for span in tree.spans:
         calls = read(span)
+        for call in calls:
+            if call.choice is not None and not 0 <= call.choice < 2**31:
+                call.choice = None  # no index of a choice; it counts for the request alone
         if calls:
             own = identities.explicit(span)
             home = identities.of(span)

@@ -62,10 +62,14 @@ def _read(rollout_id: str, source: str, places: tuple[Attributes, ...], carrier:
         identifier(first(sc.GROUP_ID)),
         identifier(first(sc.TASK_ID)),
         text(first(sc.MODE)),
-        integer(first(sc.GROUP_SIZE), foreign=True),
+        _size(integer(first(sc.GROUP_SIZE), foreign=True)),
         identifier(first(sc.RESOURCES_ID)),
     )
     return Identity(rollout_id, source, attempt if attempt is not None and 0 <= attempt < 2**31 else 0, carrier, labels)
+
+
+def _size(value: int | None) -> int | None:
+    return value if value is not None and 0 < value < 2**31 else None
 
 
 def _own(span: Span) -> Identity | None:

@@ -83,3 +83,11 @@ def test_a_tree_of_two_thousand_levels_is_read() -> None:
     """Depth costs no stack: the rollout id at the top reaches the call at the bottom."""
     deep = [rollout(1, "r"), *(span(n, parent=n - 1) for n in range(2, 2001)), call(2001, [1], [2], parent=2000)]
     assert [("r", 0, "ancestor", ["r2001"])] == rows(*deep)
+
+
+def test_numbers_that_no_column_holds_are_not_recorded() -> None:
+    """An absurd parameter, choice or group size costs itself alone, not the commit that it would be in."""
+    absurd = {"gen_ai.request.max_tokens": 2**40, "gen_ai.request.temperature": 1e300, "spanmill.choice.index": -1}
+    (made,) = adapt([rollout(1, "r"), call(2, [1], [2], parent=1, attributes=absurd)]).rollouts
+    (row,) = made.triplets
+    assert (None, None, 0, True) == (row.max_tokens, row.temperature, row.choice, row.trainable)
