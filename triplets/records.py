@@ -16,8 +16,8 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 Logprobs: TypeAlias = npt.NDArray[np.float32]
 
-Value: TypeAlias = "None | bool | int | float | str | bytes | IntArray | FloatArray | list[Value] | dict[str, Value]"
-"""An OTLP AnyValue. An array whose elements are all ints, or all doubles, is a numpy array; any other array is a list."""
+Value: TypeAlias = "bool | int | float | str | bytes | IntArray | FloatArray | list[Value] | dict[str, Value] | None"
+"""An OTLP AnyValue. An array of ints alone, or of doubles alone, is a numpy array; any other array is a list."""
 
 Attributes: TypeAlias = Mapping[str, Value]
 Json: TypeAlias = Any
@@ -44,8 +44,8 @@ class Link(NamedTuple):
 class Span:
     """A span as OTLP brought it, or a log record in the same form.
 
-    A log record has no id of its own: `span_id` is "", `parent_id` is the span it was written in, `name` its event name,
-    `start_ns` and `end_ns` its time. So it stands in the tree where a child of that span would.
+    A log record has no id of its own: `span_id` is "", `parent_id` is the span it was written in, `name` its event
+    name, `start_ns` and `end_ns` its time. So it stands in the tree where a child of that span would.
     """
 
     trace_id: str
@@ -294,7 +294,7 @@ class Quarantined:
 
 @dataclass(slots=True)
 class Rollout:
-    """A row of `rollouts`, one attempt, with the rows that stand under it. Columns are documented in `schema.ROLLOUTS`."""
+    """A row of `rollouts`, one attempt, with the rows that stand under it. Columns: `schema.ROLLOUTS`."""
 
     rollout_id: str
     attempt: int
