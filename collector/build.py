@@ -57,9 +57,12 @@ def build(inputs: Sequence[Path], config: BuildConfig) -> int:
     with DatasetWriter(config.out) as dataset:
         recorded = _Recorded(inputs)
         requests = recorded.requests()
-        first = list(_up_to(BUCKET_BYTES, requests))
-        following = next(requests, None)
-        if following is None:
+        first = list[Request]()
+        for request in requests:
+            first.append(request)
+            if recorded.size > BUCKET_BYTES:
+                break
+        if recorded.size <= BUCKET_BYTES:
             found = [one for number, request in enumerate(first) for one in recorded.decoded(number, *request)]
             recorded.check()
             rollouts, stray = _put_together(found, [*recorded.rewards(), *table], options(config))
@@ -67,7 +70,7 @@ def build(inputs: Sequence[Path], config: BuildConfig) -> int:
                 dataset.write(rollouts, list(stray.values()))
         else:
             with TemporaryDirectory(prefix=".build-", dir=config.out) as folder:
-                every = chain(first, [following], requests)
+                every = chain(first, requests)
                 _build_in_buckets(recorded, every, table, dataset, options(config), Path(folder))
     print(loss_report(config.out), end="")
     return 0
@@ -93,7 +96,10 @@ class _Recorded:
     def __init__(self, inputs: Sequence[Path]) -> None:
         self._inputs = inputs
         self._rewards = list[Reward]()
-        self._count = 0
+        self.count = 0
+        """Requests that were read."""
+        self.size = 0
+        """Their bytes."""
         self._unreadable = dict[int, str]()
         """Number of a request that is no OTLP, and why."""
 
@@ -103,18 +109,14 @@ class _Recorded:
             if kind is Kind.REWARDS:
                 self._rewards += posted.decode(body)
             elif kind is not Kind.FLUSH:
-                self._count += 1
+                self.count += 1
+                self.size += len(body)
                 yield kind, body
 
     def again(self) -> Iterator[Request]:
         """The same requests a second time, without what an input got meanwhile."""
         spans = (request for request in self._everything() if request[0] not in (Kind.REWARDS, Kind.FLUSH))
-        return islice(spans, self._count)
-
-    @property
-    def count(self) -> int:
-        """How many requests were read."""
-        return self._count
+        return islice(spans, self.count)
 
     def rewards(self) -> list[Reward]:
         """The rewards that stood between the requests, by the time at which they were received."""
@@ -144,22 +146,13 @@ class _Recorded:
         if not self._unreadable:
             return
         number, why = next(iter(self._unreadable.items()))
-        line = f"{len(self._unreadable)} of {self._count} requests cannot be read, the first is number {number}: {why}"
-        if len(self._unreadable) == self._count:
+        line = f"{len(self._unreadable)} of {self.count} requests cannot be read, the first is number {number}: {why}"
+        if len(self._unreadable) == self.count:
             raise InputError(line)
         _say(line)
 
     def _everything(self) -> Iterator[Request]:
         return chain.from_iterable(map(read_requests, self._inputs))
-
-
-def _up_to(size: int, requests: Iterator[Request]) -> Iterator[Request]:
-    """The first requests, until they have more than `size` bytes."""
-    for kind, body in requests:
-        yield kind, body
-        size -= len(body)
-        if size < 0:
-            return
 
 
 def _put_together(
@@ -189,7 +182,7 @@ def _build_in_buckets(
     with closing(Index(folder / "index.sqlite")) as index:
         _index(recorded, requests, index)
         recorded.check()
-        count, bucket_of = _buckets(index)
+        count, bucket_of = _buckets(index, recorded.size)
         _deal_out(recorded, index, bucket_of, folder)
         rewards = [*recorded.rewards(), *table]
         places = [{bucket_of[i] for i in index.components_of_rollout(reward.rollout_id)} for reward in rewards]
@@ -220,11 +213,10 @@ def _index(recorded: _Recorded, requests: Iterable[Request], index: Index) -> No
     index.add(batch, 0)
 
 
-def _buckets(index: Index) -> tuple[int, dict[int, int]]:
-    """(number of buckets, bucket of each component)."""
-    total = sum(size for _, size, _ in index.components())
-    bits = (total // BUCKET_BYTES).bit_length()
-    return 1 << bits, {ident: zlib.crc32(trace.encode()) >> (32 - bits) for ident, _, trace in index.components()}
+def _buckets(index: Index, size: int) -> tuple[int, dict[int, int]]:
+    """(number of buckets, bucket of each component) for requests of `size` bytes."""
+    bits = (size // BUCKET_BYTES).bit_length()
+    return 1 << bits, {ident: zlib.crc32(trace.encode()) >> (32 - bits) for ident, trace in index.components()}
 
 
 def _deal_out(recorded: _Recorded, index: Index, bucket_of: Mapping[int, int], folder: Path) -> None:

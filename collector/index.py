@@ -282,11 +282,9 @@ class Index:
         rows = self._db.execute(f"{_COMPONENT} WHERE due_ns <= ? ORDER BY due_ns, id LIMIT ?", (now_ns, most))
         return [_component(row) for row in rows]
 
-    def components(self) -> Iterator[tuple[int, int, str]]:
-        """(id, bytes, alphabetically first trace) of every component; no order of arrival changes the trace."""
-        return self._db.execute(
-            "SELECT c.id, c.bytes, min(name) FROM components c JOIN traces ON component = c.id GROUP BY c.id"
-        )
+    def components(self) -> Iterator[tuple[int, str]]:
+        """(id, alphabetically first trace) of every component; no order of arrival changes the trace."""
+        return self._db.execute("SELECT component, min(name) FROM traces GROUP BY component")
 
     def component_of(self, trace: str) -> int | None:
         """The component of a trace, by name; None if no request held it."""

@@ -41,7 +41,7 @@ def rewarded(number: int, *rewards: Reward) -> Seen:
 
 def groups(index: Index) -> list[list[str]]:
     """The traces of every component, in order."""
-    return sorted(sorted(index.traces(component)) for component, _, _ in index.components())
+    return sorted(sorted(index.traces(component)) for component, _ in index.components())
 
 
 def joined(edges: Iterable[tuple[str, Key]]) -> list[list[str]]:
@@ -79,14 +79,15 @@ def test_components_are_those_of_the_set_of_edges(
     tmp_path_factory: pytest.TempPathFactory, edges: list[tuple[str, Key]], size: int
 ) -> None:
     """In any order and any cutting into requests; a loose key of more than 16 traces joins nothing."""
-    index = Index(tmp_path_factory.mktemp("index") / "index.sqlite")
+    index = Index(tmp_path_factory.mktemp("index") / "index.sqlite", lambda component: 0)
     entries = [request(number, found(trace, key)) for number, (trace, key) in enumerate(edges)]
     for start in range(0, len(entries), size):
         index.add(entries[start : start + size], NOW)
     assert joined(edges) == groups(index)
     sizes = {trace: 100 * sum(trace == other for other, _ in edges) for trace, _ in edges}
     expected = {min(group): sum(sizes[trace] for trace in group) for group in joined(edges)}
-    assert expected == {first: size for _, size, first in index.components()}
+    due = {component.id: component.bytes for component in index.due(NOW, 100)}
+    assert expected == {first: due[component] for component, first in index.components()}
     index.close()
 
 
@@ -148,7 +149,7 @@ def test_a_reward_waits_for_its_rollout(index: Index) -> None:
 def test_a_reward_finds_its_component(index: Index, key: Key | None) -> None:
     """A rollout is named by its id, by its conversation or by its trace: its written component is due again."""
     index.add([request(0, found("a" if key else "r", *([key] if key else [])), found("z"))], NOW)
-    index.looked([(component, None) for component, _, _ in index.components()], (), NOW)
+    index.looked([(component, None) for component, _ in index.components()], (), NOW)
     index.add([rewarded(1, Reward("r", float("nan")))], NOW)
     component = index.component_of("a" if key else "r")
     assert component is not None

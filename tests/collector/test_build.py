@@ -1,0 +1,219 @@
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dataset_rows import Rows, newest_rows, rollouts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_spans import Span, make_call, make_request, make_rollout, make_span
+
+from spanmill.cli import main
+from spanmill.collector import build as module
+from spanmill.collector import rewards
+from spanmill.collector.build import build
+from spanmill.collector.config import BuildConfig
+from spanmill.collector.journal import JournalWriter, Kind
+from spanmill.errors import DatasetError, InputError
+from spanmill.triplets.reader import read_episodes, read_quarantine, read_rollouts, read_triplets
+from spanmill.triplets.records import Reward
+
+BAD = make_call("a", "bad")
+BAD.span_id = b"short"
+
+SPANS = [
+    *make_rollout("a", 3),
+    *make_rollout("b", 1),
+    make_span("t", "root"),
+    make_call("t", "call", attributes={"gen_ai.response.id": "shared"}),
+    make_call("engine", "call", parent="", attributes={"gen_ai.response.id": "shared", "spanmill.capture": "engine"}),
+    make_call("u", "call", attributes={"spanmill.rollout.id": "a", "spanmill.rollout.attempt": 1}),
+    make_span("u", "judge", attributes={"spanmill.reward.value": float("nan")}),
+    make_span("noise", "ping"),
+    BAD,
+]
+
+
+def write_requests(path: Path, requests: Sequence[bytes]) -> Path:
+    """A file of protobuf requests, a 4-byte length before each."""
+    path.write_bytes(b"".join(len(request).to_bytes(4) + request for request in requests))
+    return path
+
+
+def built(folder: Path, requests: Sequence[bytes], name: str = "out") -> Path:
+    """The dataset that comes of these requests."""
+    build([write_requests(folder / f"{name}.binpb", requests)], BuildConfig(out=folder / name))
+    return folder / name
+
+
+def rows_in_order(dataset: Path) -> list[list[Any]]:
+    """Every table as it stands, but for the times of receiving."""
+    frames = [read(dataset).collect() for read in (read_rollouts, read_triplets, read_episodes, read_quarantine)]
+    return [frame.drop("received_at", strict=False).rows() for frame in frames]
+
+
+def cut(spans: Sequence[Span], sizes: Sequence[int]) -> list[bytes]:
+    """Requests of so many spans each, the rest in one more."""
+    requests: list[bytes] = []
+    for size in sizes:
+        requests.append(make_request(*spans[:size]))
+        spans = spans[size:]
+    return [*requests, make_request(*spans)]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """The rows of all SPANS in one request."""
+    return rows_in_order(built(tmp_path_factory.mktemp("whole"), [make_request(*SPANS)]))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.permutations(SPANS),
+    st.lists(st.sampled_from(SPANS), max_size=5),
+    st.lists(st.integers(0, 4), max_size=6),
+)
+def test_order_duplicates_and_cutting_change_nothing(
+    tmp_path_factory: pytest.TempPathFactory,
+    expected: list[list[Any]],
+    spans: list[Span],
+    again: list[Span],
+    sizes: list[int],
+) -> None:
+    """The same spans give the same rows in the same order, whatever requests they came in and however often."""
+    dataset = built(tmp_path_factory.mktemp("build"), cut([*spans, *again], sizes))
+    assert expected == rows_in_order(dataset)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.permutations(SPANS), st.lists(st.integers(0, 4), max_size=6), st.sampled_from([300, 1000, 3000]))
+def test_buckets_change_no_row(
+    tmp_path_factory: pytest.TempPathFactory,
+    expected: list[list[Any]],
+    spans: list[Span],
+    sizes: list[int],
+    bucket_bytes: int,
+) -> None:
+    """An input that does not fit into one bucket gives the same rows, bucket by bucket."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "BUCKET_BYTES", bucket_bytes)
+        dataset = built(tmp_path_factory.mktemp("buckets"), cut(spans, sizes))
+    assert 1 < len(list((dataset / "rollouts").glob("*.parquet")))
+    assert [sorted(table, key=repr) for table in expected] == [sorted(t, key=repr) for t in rows_in_order(dataset)]
+    assert [] == list(dataset.glob(".build-*"))
+
+
+def test_rows_stand_by_rollout_and_attempt(tmp_path: Path) -> None:
+    """One bucket has its rows in the order of (rollout_id, attempt), in every table."""
+    dataset = built(tmp_path, [make_request(*make_rollout(name)) for name in ("c", "a", "b")])
+    assert ["a", "b", "c"] == read_rollouts(dataset).collect()["rollout_id"].to_list()
+    assert ["a", "a", "b", "b", "c", "c"] == read_triplets(dataset).collect()["rollout_id"].to_list()
+    assert [0] * 3 == read_rollouts(dataset).collect()["revision"].to_list()
+
+
+def test_inputs_are_joined(tmp_path: Path) -> None:
+    """Files, compressed files, folders and journals make one dataset: a rollout may be spread over all of them."""
+    spans = make_rollout("r", 4)
+    packed = tmp_path / "packed.binpb.gz"
+    packed.write_bytes(gzip.compress(write_requests(tmp_path / "b", [make_request(spans[1])]).read_bytes()))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_requests(folder / "c.binpb", [make_request(spans[2])])
+    with JournalWriter(tmp_path / "journal") as journal:
+        journal.append(Kind.TRACES_PROTO, make_request(*spans[3:]), 5)
+        journal.append(Kind.FLUSH, b"", 6)
+    first = write_requests(tmp_path / "a.binpb", [make_request(spans[0])])
+    out = tmp_path / "out"
+    build([first, packed, folder, tmp_path / "journal"], BuildConfig(out=out))
+    assert newest_rows(built(tmp_path, [make_request(*spans)], "whole")) == newest_rows(out)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 300])
+def test_rewards_come_from_journals_and_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
+) -> None:
+    """The table's word counts last; what no rollout takes is quarantined, once, and makes no rollout."""
+    monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
+    with JournalWriter(tmp_path / "journal") as journal:
+        posted = [Reward("a", 0.25), Reward("b", 0.5), Reward("nobody", 1.0), Reward("a", 1.0, attempt=7)]
+        journal.append(Kind.REWARDS, rewards.encode(posted), 5)
+        for name in ("a", "b", "c"):
+            journal.append(Kind.TRACES_PROTO, make_request(*make_rollout(name)), 6)
+    table = tmp_path / "rewards.jsonl"
+    table.write_text(json.dumps({"rollout_id": "a", "value": 0.75}) + "\n")
+    out = tmp_path / "out"
+    build([tmp_path / "journal"], BuildConfig(out=out, rewards=table))
+    assert [("a", 0.75), ("b", 0.5), ("c", None)] == rollouts(out, "rollout_id", "reward")
+    quarantine = read_quarantine(out).select("rollout_id", "attempt", "reason").sort("rollout_id").collect()
+    assert [("a", 7, "unknown_rollout"), ("nobody", None, "unknown_rollout")] == quarantine.rows()
+
+
+def test_a_request_that_cannot_be_read_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Requests that are no OTLP are left out and counted in one line; the rest is built."""
+    with JournalWriter(tmp_path / "journal") as journal:
+        for body in (b"\xff\xff", make_request(*make_rollout("r")), b"\xff"):
+            journal.append(Kind.TRACES_PROTO, body, 5)
+    build([tmp_path / "journal"], BuildConfig(out=tmp_path / "out"))
+    assert [("r",)] == rollouts(tmp_path / "out", "rollout_id")
+    assert capsys.readouterr().err.startswith("spanmill: 2 of 3 requests cannot be read, the first is number 0: ")
+
+
+def test_input_without_one_readable_request_is_refused(tmp_path: Path) -> None:
+    """A file in which nothing is OTLP is an error, not an empty dataset; the folder can be used afterwards."""
+    with JournalWriter(tmp_path / "journal") as journal:
+        journal.append(Kind.TRACES_PROTO, b"\xff", 5)
+    with pytest.raises(InputError, match="1 of 1 requests cannot be read"):
+        build([tmp_path / "journal"], BuildConfig(out=tmp_path / "out"))
+    assert rows_in_order(built(tmp_path, [make_request(*make_rollout("r"))]))[0]
+
+
+def test_a_dataset_is_not_built_over(tmp_path: Path) -> None:
+    """A folder that holds a dataset, or anything else, is refused by name."""
+    dataset = built(tmp_path, [make_request(*make_rollout("r"))])
+    before = newest_rows(dataset)
+    with pytest.raises(DatasetError, match="out already holds a dataset; choose an empty folder"):
+        built(tmp_path, [make_request(*make_rollout("s"))])
+    assert before == newest_rows(dataset)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    with pytest.raises(DatasetError, match=r"is not empty, it has notes\.txt; choose an empty folder"):
+        built(tmp_path, [make_request(*make_rollout("s"))], "other")
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "text.txt"])
+def test_a_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """An input that is missing or is no OTLP ends `build` with exit code 1 and one line that names it."""
+    (tmp_path / "text.txt").write_text("no requests here\n")
+    assert 1 == main(["build", str(tmp_path / name), "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr()
+    assert ("", 1, True) == (printed.out, printed.err.count("\n"), name in printed.err)
+
+
+def test_the_loss_report_ends_a_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What became of every call and token is printed at the end."""
+    built(tmp_path, [make_request(*make_rollout("r", 3))])
+    assert ["rollouts", "1"] == capsys.readouterr().out.splitlines()[0].split()
+
+
+def test_long_work_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a terminal a plain line now and then tells what is being done."""
+    monkeypatch.setattr(module, "BUCKET_BYTES", 300)
+    monkeypatch.setattr(module, "LINE_S", 0.0)
+    built(tmp_path, [make_request(*make_rollout(name)) for name in ("a", "b")])
+    lines = capsys.readouterr().err.splitlines()
+    assert "spanmill: reading requests: 1" in lines
+    assert "spanmill: sorting requests: 1 of 2" in lines
+
+
+def test_nothing_makes_an_empty_dataset(tmp_path: Path) -> None:
+    """An empty journal makes an empty dataset that readers can open."""
+    with JournalWriter(tmp_path / "journal") as journal:
+        journal.append(Kind.FLUSH, b"", 5)
+    build([tmp_path / "journal"], BuildConfig(out=tmp_path / "out"))
+    empty: Rows = {"rollouts": [], "triplets": [], "episodes": [], "quarantine": []}
+    assert empty == newest_rows(tmp_path / "out")
