@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Container
 from typing import Final, NamedTuple, cast
 
+import numpy as np
+
 from spanmill.collector.decoded import (
     SPAN_ID_BYTES,
     TRACE_ID_BYTES,
@@ -30,6 +32,7 @@ _KINDS: Final = {
 _STATUSES: Final = {"STATUS_CODE_UNSET": 0, "STATUS_CODE_OK": 1, "STATUS_CODE_ERROR": 2}
 _DOUBLES: Final = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 _INTEGER: Final = re.compile(r"-?[0-9]+")
+_INTEGERS: Final = re.compile(r"-?[0-9]{1,19}(,-?[0-9]{1,19})*")
 _NUMBER: Final = re.compile(r"-?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
 _HEX: Final = re.compile("[0-9a-f]*")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
@@ -218,12 +221,34 @@ def _value(value: Json, depth: int = 0) -> Value:
             continue
         if member == "arrayValue":
             elements = _list(_object(raw, member).get("values"), "values")
-            result = gather([_value(element, depth + 1) for element in elements])
+            result = _numbers(elements)
+            if result is None:
+                result = gather([_value(element, depth + 1) for element in elements])
         elif member == "kvlistValue":
             result = _pairs(_object(raw, member).get("values"), "values", depth + 1)
         elif member in _SCALARS:
             result = _SCALARS[member](raw)
     return result
+
+
+def _numbers(elements: list[Json]) -> Value:
+    """The array, if it is ints alone or doubles alone in their usual form; None if it is anything else."""
+    for member in ("intValue", "doubleValue"):
+        try:
+            written = [element[member] for element in elements if len(element) == 1]
+        except (KeyError, TypeError):
+            continue
+        kinds = set(map(type, written))
+        if len(written) < len(elements):
+            return None
+        if member == "doubleValue" and kinds == {float}:
+            return np.array(written, np.float64)
+        if member == "intValue" and kinds == {str} and _INTEGERS.fullmatch(",".join(written)):
+            try:
+                return np.array(list(map(int, written)), np.int64)
+            except OverflowError:  # which one is said where each is read by itself
+                return None
+    return None
 
 
 def _bool(value: Json) -> bool:

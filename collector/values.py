@@ -35,7 +35,7 @@ _ELEMENT: Final = 0x0A
 
 _DOUBLE_RECORD: Final = 11
 """An element of an array of doubles: element tag, length 9, double tag, 8 bytes."""
-_SMALL_ARRAY: Final = 128
+_SMALL_ARRAY: Final = 256
 """Below so many bytes the parser is faster than numpy."""
 
 _unpack_double = struct.Struct("<d").unpack_from
@@ -181,22 +181,20 @@ def _is_int_array(body: bytes, numbers: Any) -> bool:
     """
     if not len(numbers):
         return False
-    unsigned = numbers.view(np.uint64)
-    longest = int(unsigned.max())
-    varint = np.ones(len(numbers), np.uint8)
+    longest = int(numbers.view(np.uint64).max())
+    unsigned = numbers.astype(np.uint32) if longest < 1 << 32 else numbers.view(np.uint64)
+    size = np.full(len(numbers), 4, np.intp)
     bound = 1 << 7
     while bound <= longest:
-        varint += unsigned >= bound
+        size += unsigned >= bound
         bound <<= 7
-    starts = np.cumsum(varint, dtype=np.intp)
-    starts += np.arange(3, 3 * len(numbers) + 3, 3)
+    starts = size.cumsum()
     if starts[-1] != len(body):
         return False
-    starts -= varint
-    starts -= 3
+    starts -= size
     raw = np.frombuffer(body, np.uint8)
     differs = raw[starts] ^ _ELEMENT
-    differs |= raw[1:][starts] ^ (varint + 1)
+    differs |= raw[1:][starts] ^ (size - 2).astype(np.uint8)
     differs |= raw[2:][starts] ^ _INT
     return not differs.any()
 

@@ -92,8 +92,8 @@ NESTED = st.recursive(
 
 def long_arrays(usual: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
     """Arrays long enough for numpy, all of the usual form or with a few elements that are not."""
-    many = st.lists(usual, min_size=40, max_size=90)
-    mixed = st.tuples(many, st.lists(st.tuples(st.integers(0, 40), ODDITIES | SCALARS), max_size=3))
+    many = st.lists(usual, min_size=70, max_size=100)
+    mixed = st.tuples(many, st.lists(st.tuples(st.integers(0, 70), ODDITIES | SCALARS), max_size=3))
     return st.one_of(many, mixed.map(lambda pair: spliced(*pair))).map(array_value)
 
 
@@ -136,8 +136,8 @@ def exact(value: Value) -> object:
 
 
 @given(VALUES)
-@example(array_value([b"\x18\x01\x18\x02", b"", *[int_value(7)] * 50]))
-@example(array_value([framed(0x1A, b"\x01\x02\x03"), b"\xa2\x06\x04four", *[int_value(7)] * 50]))
+@example(array_value([b"\x18\x01\x18\x02", b"", *[int_value(7)] * 80]))
+@example(array_value([framed(0x1A, b"\x01\x02\x03"), b"\xa2\x06\x04four", *[int_value(7)] * 80]))
 def test_a_value_is_what_the_ordinary_parser_sees(raw: bytes) -> None:
     """Whatever AnyValue is on the wire, the fast decoder gives what opentelemetry-proto gives."""
     expected = ordinary(common_pb2.AnyValue.FromString(raw))
