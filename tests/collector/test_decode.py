@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from google.protobuf import json_format
 from google.protobuf.message import Message
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -24,6 +24,7 @@ from spanmill.errors import DecodeError
 from spanmill.triplets.records import Event, IntArray, Json, Link, Quarantined, Span, Value
 from spanmill.triplets.span_json import span_json
 
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TRACE = bytes(range(16))
 SPAN = bytes(range(8))
 OTHER_TRACE = bytes(range(16, 32))
@@ -418,6 +419,7 @@ RECORDS = st.builds(
 )
 
 
+@UNTIMED
 @given(st.lists(SPANS, max_size=3), ATTRIBUTES, TEXTS, st.booleans())
 def test_both_encodings_give_the_same_spans(
     spans: list[SpanMessage], resource: list[KeyValue], scope_name: str, arrays: bool
@@ -440,6 +442,7 @@ def test_both_encodings_give_the_same_spans(
     )
 
 
+@UNTIMED
 @given(st.lists(RECORDS, max_size=3), st.booleans())
 def test_both_encodings_give_the_same_log_records(records: list[LogRecord], arrays: bool) -> None:
     """The same log records in JSON and in protobuf are equal, and none is set aside."""

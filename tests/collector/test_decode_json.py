@@ -45,6 +45,8 @@ def decoded_value(value: Any) -> Any:
         (None, None),
         ({"someday": 1, "stringValue": "kept"}, "kept"),
         ({"arrayValue": {}}, []),
+        ({"arrayValue": {"values": [{"intValue": "1"}, {"doubleValue": 2}]}}, [1, 2.0]),
+        ({"arrayValue": {"values": [{"intValue": "1", "stringValue": "one"}]}}, ["one"]),
         ({"arrayValue": {"values": [{"stringValue": "a"}, {}]}}, ["a", None]),
         ({"kvlistValue": {"values": [{"key": "a", "value": {"intValue": "1"}}]}}, {"a": 1}),
     ],
@@ -81,6 +83,8 @@ def test_an_array_of_ints_is_a_numpy_array() -> None:
         {"stringValue": 5},
         {"bytesValue": "*"},
         {"arrayValue": [1]},
+        {"arrayValue": {"values": [{"intValue": "1"}, {"intValue": "9223372036854775808"}]}},
+        {"arrayValue": {"values": [{"intValue": "1"}, {"intValue": "1 "}]}},
         "bare",
     ],
 )

@@ -4,13 +4,14 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError as ProtobufError
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.common.v1 import common_pb2
 
 from spanmill.collector.values import decode_attributes, decode_value, lighten
 from spanmill.triplets.records import Value
 
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 IDS = st.integers(0, 200_000)
 DOUBLES = st.floats(allow_nan=True, allow_infinity=True)
@@ -135,6 +136,7 @@ def exact(value: Value) -> object:
     return struct.pack("<d", value) if isinstance(value, float) else (type(value).__name__, value)
 
 
+@UNTIMED
 @given(VALUES)
 @example(array_value([b"\x18\x01\x18\x02", b"", *[int_value(7)] * 80]))
 @example(array_value([framed(0x1A, b"\x01\x02\x03"), b"\xa2\x06\x04four", *[int_value(7)] * 80]))
@@ -145,6 +147,7 @@ def test_a_value_is_what_the_ordinary_parser_sees(raw: bytes) -> None:
     assert exact(expected) == exact(decode_value(raw))
 
 
+@UNTIMED
 @given(st.lists(st.tuples(TEXTS, VALUES), max_size=6), st.data())
 def test_attributes_are_what_the_ordinary_parser_sees(pairs: list[tuple[str, bytes]], data: st.DataObject) -> None:
     """Keys and values of attributes are those of opentelemetry-proto, the last one of a repeated key."""
@@ -155,6 +158,7 @@ def test_attributes_are_what_the_ordinary_parser_sees(pairs: list[tuple[str, byt
     assert exact({pair.key: ordinary(pair.value) for pair in parsed}) == exact(decode_attributes(raws))
 
 
+@UNTIMED
 @given(VALUES)
 def test_without_arrays_the_small_values_are_the_same(raw: bytes) -> None:
     """Without arrays a value is None if it begins with a number or is long bytes, and else the same as with arrays."""
@@ -163,6 +167,7 @@ def test_without_arrays_the_small_values_are_the_same(raw: bytes) -> None:
     assert exact(lighten(decode_value(raw))) == exact(decode_attributes([pair], arrays=False)["key"])
 
 
+@UNTIMED
 @given(VALUES, st.data())
 def test_a_value_that_was_cut_is_never_guessed(raw: bytes, data: st.DataObject) -> None:
     """A value cut anywhere raises, or is what the ordinary parser makes of it."""
