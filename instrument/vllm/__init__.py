@@ -4,7 +4,7 @@ Nothing here imports vLLM: what vLLM imports is patched when it imports it. Inst
 """
 
 from spanmill.instrument.vllm.doctor import Finding, diagnose, fetch
-from spanmill.instrument.vllm.generation import skip
+from spanmill.instrument.vllm.hooks import skip
 from spanmill.instrument.vllm.plugin import register
 from spanmill.instrument.vllm.policy import set_policy_version
 from spanmill.instrument.vllm.sender import counters, flush

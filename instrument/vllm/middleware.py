@@ -27,16 +27,24 @@ current_request: ContextVar[Request | None] = ContextVar("spanmill_vllm_request"
 """The request that is being served; None outside of any."""
 
 
-class Middleware:
-    """An ASGI app around another one. `status` is what `GET /spanmill/status` answers."""
+SEEN: Final = "spanmill"
+"""In a scope: a middleware of ours has read this request already."""
 
-    def __init__(self, app: App, status: Callable[[], dict[str, Any]]) -> None:
+
+class Middleware:
+    """An ASGI app around another one, which `is_vllm` as soon as its engine is there.
+
+    `status` is what `GET /spanmill/status` answers.
+    """
+
+    def __init__(self, app: App, is_vllm: Callable[[], bool], status: Callable[[], dict[str, Any]]) -> None:
         self._app = app
+        self._is_vllm = is_vllm
         self._status = status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request with what it says of its rollout in `current_request`."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or SEEN in scope or not self._is_vllm():
             await self._app(scope, receive, send)
             return
         if scope["path"] == STATUS and scope["method"] == "GET":
@@ -44,7 +52,7 @@ class Middleware:
             return
         request = None
         with guarded("request"):
-            scope, request = read_scope(scope)
+            scope, request = read_scope({**scope, SEEN: True})
         token = current_request.set(request)
         try:
             await self._app(scope, receive if request is None else _keeping(receive, request), send)

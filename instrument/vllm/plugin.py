@@ -83,17 +83,18 @@ def _has(module: ModuleType, name: str) -> bool:
 
 
 def _patch_apps(kind: str) -> Callable[[ModuleType], None]:
-    """Put the middleware around vLLM's app where its stack is built: at the first request, however it is served.
+    """Put the middleware around every app of this process where its stack is built; only vLLM's app makes it act.
 
-    Whatever function built the app, and whichever module `python -m` runs as `__main__`, it is built there.
+    Whatever function made the app, whichever module `python -m` runs as `__main__`, and however the app is served, its
+    stack is built there. vLLM gives its app the engine later.
     """
 
     def build(wrapped: Callable[..., Any], app: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stack = wrapped(*args, **kwargs)
-        engine = getattr(app.state, "engine_client", None)
-        if engine is None:  # not vLLM's
-            return stack
-        return Middleware(stack, lambda: status(engine))
+        return Middleware(
+            wrapped(*args, **kwargs),
+            lambda: getattr(app.state, "engine_client", None) is not None,
+            lambda: status(app.state.engine_client),
+        )
 
     def patch(module: ModuleType) -> None:
         with guarded(f"vLLM plugin {kind}"):
@@ -127,4 +128,3 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-

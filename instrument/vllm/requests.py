@@ -54,6 +54,8 @@ class Request:
     policy_version: str | None = None
     body: list[bytes] | None = None
     """The request's body; None if it is not kept."""
+    first: Context | None = None
+    """The first span that was made of it, where there is no client's span to stand under."""
 
     @property
     def is_recorded(self) -> bool:
@@ -133,6 +135,8 @@ def read_path(raw_path: bytes) -> tuple[Identity | None, bytes]:
 
 def _named(what: str, rollout: bytes, attempt: bytes | None) -> Identity | None:
     try:
+        if attempt is not None and not attempt.isdigit():
+            raise ValueError(f"the attempt is {attempt!r}")
         number = 0 if attempt is None else int(attempt)
         return Identity(unquote_to_bytes(rollout).decode(), number)
     except (ValueError, TypeError) as error:

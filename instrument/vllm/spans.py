@@ -8,7 +8,8 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, Final, cast
 
-from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.context import Context
+from opentelemetry.trace import NonRecordingSpan, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
 from spanmill import semconv as sc
@@ -18,7 +19,7 @@ from spanmill.instrument.packing import keeps_bytes, token_attributes
 from spanmill.instrument.vllm.bodies import Asked, read_body
 from spanmill.instrument.vllm.generation import Choice, Generation
 from spanmill.instrument.vllm.policy import versions
-from spanmill.instrument.vllm.requests import Request
+from spanmill.instrument.vllm.requests import Request, is_valid
 
 Attributes = dict[str, AttributeValue]
 
@@ -41,6 +42,9 @@ def emit(generation: Generation) -> None:
     operation = str(common[sc.GEN_AI_OPERATION])
     name = f"{operation} {common.get(sc.GEN_AI_REQUEST_MODEL, '')}".rstrip()
     response_id, first_choice = client_id(generation)
+    parent = generation.parent
+    if generation.request is not None and generation.request.first is not None:
+        parent = generation.request.first
     for index, choice in sorted((generation.choices or {0: Choice()}).items()):
         attributes = {
             **common,
@@ -49,7 +53,7 @@ def emit(generation: Generation) -> None:
         }
         span = provider.tracer().start_span(
             name,
-            generation.parent,
+            parent,
             SpanKind.SERVER,
             attributes=attributes,
             start_time=generation.start_ns,
@@ -58,6 +62,10 @@ def emit(generation: Generation) -> None:
             span.set_attribute(sc.ERROR_TYPE, type(generation.error).__qualname__)
             span.set_status(Status(StatusCode.ERROR, str(generation.error)))
         span.end(generation.end_ns)
+        if not is_valid(parent):  # what belongs to one request shall stand in one trace
+            parent = set_span_in_context(NonRecordingSpan(span.get_span_context()), Context())
+            if generation.request is not None:
+                generation.request.first = parent
 
 
 def client_id(generation: Generation) -> tuple[str, int]:
@@ -156,7 +164,9 @@ def sampled_logprobs(choice: Choice, count: int) -> list[float] | None:
         if hasattr(logprobs, "start_indices"):
             picked = _from_flat(ids, logprobs)
         else:
-            picked = [None if (at := entry.get(i)) is None else at.logprob for i, entry in zip(ids, logprobs, strict=False)]
+            picked = [
+                None if (at := entry.get(i)) is None else at.logprob for i, entry in zip(ids, logprobs, strict=False)
+            ]
         if None in picked:
             return None
         found += cast("list[float]", picked)
