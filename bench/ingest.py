@@ -42,6 +42,9 @@ COMMAND = str(Path(sys.executable).with_name("spanmill"))
 TURNS, FIRST_PROMPT, ANSWER = 8, 1152, 256
 """Prompts of 1152, 1408, ... 2944 ids: 2,048 on average."""
 
+VOCABULARY = 150_000
+"""Drawn evenly, so that an id takes as many bytes as most ids of a large vocabulary do."""
+
 ROLLOUTS = 32
 """Rollouts with tokens of their own; a longer load repeats them under new ids."""
 
@@ -92,13 +95,12 @@ class Served(NamedTuple):
 def templates(packed: bool) -> list[bytes]:
     """Serialised ResourceSpans of one span each, rollout after rollout, with placeholders for the ids."""
     rng = random.Random(17)
-    vocabulary = range(50_000)
-    weights = [1 / (rank + 10) for rank in vocabulary]
+    vocabulary = range(VOCABULARY)
     out: list[bytes] = []
     for _ in range(ROLLOUTS):
-        prompt = rng.choices(vocabulary, weights, k=FIRST_PROMPT)
+        prompt = rng.choices(vocabulary, k=FIRST_PROMPT)
         for turn in range(TURNS):
-            answer = rng.choices(vocabulary, weights, k=ANSWER)
+            answer = rng.choices(vocabulary, k=ANSWER)
             logprobs = [-rng.expovariate(2.0) for _ in answer]
             out.append(template(turn, prompt, answer, logprobs, packed))
             prompt = prompt + answer
