@@ -5,21 +5,30 @@ from typing import Final, cast
 
 import numpy as np
 
-from spanmill.adapters.messages import as_object, as_objects, finish_word, tool_call_ids
+from spanmill.adapters.messages import as_list, as_object, as_objects, finish_word, tool_call_ids
+from spanmill.adapters.shapes import answer as shaped
 from spanmill.adapters.values import Fault, identifier, integer, logprobs, number, text, token_ids
-from spanmill.triplets.records import Call, Json, Span, TokenIds
+from spanmill.triplets.records import Call, Json, Logprobs, PolicyRun, Span, TokenIds
 
 TOKEN_ID: Final = "token_id:"
 """How vLLM spells tokens under `return_tokens_as_token_ids`."""
 
 
 def is_answer(value: Json) -> bool:
-    """Whether a JSON value is a chat or text completion."""
-    return isinstance(value, dict) and isinstance(cast("Mapping[str, Json]", value).get("choices"), list)
+    """Whether a JSON value is a chat or text completion, or a response of the Responses API."""
+    return bool(as_objects(as_object(value).get("choices"))) or is_response(value)
+
+
+def is_response(value: Json) -> bool:
+    """Whether a JSON value is a response of the Responses API."""
+    whole = as_object(value)
+    return whole.get("object") == "response" and isinstance(whole.get("output"), list)
 
 
 def read_answer(span: Span, dialect: str, answer: Mapping[str, Json]) -> list[Call]:
-    """A Call per choice of a chat completion or text completion, streamed ones as instrumentors add them up."""
+    """A Call per choice of a completion, streamed ones as instrumentors add them up; a response is one Call."""
+    if is_response(answer):
+        return [_read_response(span, dialect, answer)]
     usage = as_object(answer.get("usage"))
     usage_prompt = integer(usage.get("prompt_tokens"), foreign=True)
     choices = as_objects(answer.get("choices"))
@@ -30,7 +39,7 @@ def read_answer(span: Span, dialect: str, answer: Mapping[str, Json]) -> list[Ca
     for position, choice in enumerate(choices):
         own = token_ids(choice.get("prompt_token_ids"), "choices[].prompt_token_ids", foreign=True)
         response = token_ids(choice.get("token_ids"), "choices[].token_ids", foreign=True)
-        probs, probs_faults = _logprobs(choice.get("logprobs"), response.ids)
+        probs, probs_faults = _sampled_logprobs(choice, response.ids)
         message = _message(choice)
         call = Call(
             span=span,
@@ -49,12 +58,85 @@ def read_answer(span: Span, dialect: str, answer: Mapping[str, Json]) -> list[Ca
             finish_reason=finish_word(choice.get("finish_reason")),
             stop_reason=_stop(choice.get("stop_reason")),
             records_finish=True,
+            policy_version=text(as_object(answer.get("metadata")).get("weight_version")),
+            policy_versions=_runs(choice.get("weight_versions")),
             response=message,
             faults=tuple(f for f in (own.fault, response.fault) if f is not None) + probs_faults + shared,
             flags=frozenset({"prompt_ids_repeated"} if repeated and own.ids is None else ()),
         )
         calls.append(call)
     return calls
+
+
+def _read_response(span: Span, dialect: str, answer: Mapping[str, Json]) -> Call:
+    """The one call that a response is, if it is one: with tools of the server's it is several generations.
+
+    vLLM shows ids under `enable_response_messages`: one input message, and the output in one piece or, streamed, in
+    many, which are the answer together if they are as many tokens as the usage says.
+    """
+    usage = as_object(answer.get("usage"))
+    output = as_list(answer.get("output"))
+    message = shaped(output)
+    sampled = integer(usage.get("output_tokens"), foreign=True)
+    asked, said = as_objects(answer.get("input_messages")), as_objects(answer.get("output_messages"))
+    pieces = [token_ids(m.get("tokens"), "output_messages[].tokens", foreign=True) for m in said]
+    prompt = token_ids(asked[0].get("tokens") if len(asked) == 1 else None, "input_messages[].tokens", foreign=True)
+    known = [p.ids for p in pieces if p.ids is not None]
+    whole = np.concatenate(known) if known and len(known) == len(pieces) else None
+    several = len(asked) > 1 or (len(pieces) > 1 and (whole is None or whole.size != sampled))
+    ids = None if several else whole
+    faults = tuple(p.fault for p in (prompt, *pieces) if p.fault is not None)
+    probs, probs_faults = _response_logprobs(output, ids)
+    return Call(
+        span=span,
+        dialect=dialect,
+        source="client" if ids is not None else "text",
+        choice=0,
+        response_id=identifier(answer.get("id")),
+        tool_call_ids=tool_call_ids(message),
+        model=text(answer.get("model")),
+        prompt_token_ids=None if several else prompt.ids,
+        response_token_ids=ids,
+        response_logprobs=probs,
+        usage_prompt=None if several else integer(usage.get("input_tokens"), foreign=True),
+        usage_response=None if several else sampled,
+        temperature=number(answer.get("temperature"), foreign=True),
+        top_p=number(answer.get("top_p"), foreign=True),
+        max_tokens=integer(answer.get("max_output_tokens"), foreign=True),
+        finish_reason=_response_finish(answer, message),
+        records_finish=True,
+        response=message,
+        faults=faults + probs_faults,
+        metadata={"generations": "several in one response"} if several else {},
+    )
+
+
+def _response_finish(answer: Mapping[str, Json], message: Json) -> str | None:
+    status = answer.get("status")
+    if status == "completed":
+        return "tool_calls" if tool_call_ids(message) else "stop"
+    reason = as_object(answer.get("incomplete_details")).get("reason")
+    return finish_word(reason or status) if status in ("incomplete", "failed", "cancelled") else None
+
+
+def _response_logprobs(output: Sequence[Json], ids: TokenIds | None) -> tuple[Logprobs | None, tuple[Fault, ...]]:
+    """They stand at the text alone: the answer's own only where the text is all that was sampled."""
+    texts = [part for item in as_objects(output) for part in as_objects(item.get("content"))]
+    lists = [as_list(part.get("logprobs")) for part in texts if part.get("logprobs")]
+    if len(lists) != 1 or ids is None or len(lists[0]) != ids.size:
+        return None, ()
+    return entries(lists[0], ids)
+
+
+def _runs(value: Json) -> tuple[PolicyRun, ...]:
+    """Runs of weights over the answer, from vLLM's `{version, start, end}`."""
+    made: list[PolicyRun] = []
+    for run in as_objects(value):
+        version, start, end = run.get("version"), integer(run.get("start")), integer(run.get("end"))
+        if not isinstance(version, str | int) or start is None or end is None:
+            return ()
+        made.append(PolicyRun(str(version), start, end - start))
+    return tuple(made)
 
 
 def _is_chunk(answer: Mapping[str, Json]) -> bool:
@@ -87,7 +169,16 @@ def _one_copy(
     return ids, False, None
 
 
-def _logprobs(value: Json, ids: TokenIds | None) -> tuple[np.ndarray | None, tuple[Fault, ...]]:
+def _sampled_logprobs(choice: Mapping[str, Json], ids: TokenIds | None) -> tuple[Logprobs | None, tuple[Fault, ...]]:
+    """Logprobs of a choice in OpenAI's place, else in SGLang's: `[logprob, id, text]` per token."""
+    probs, faults = _logprobs(choice.get("logprobs"), ids)
+    items = as_list(as_object(choice.get("meta_info")).get("output_token_logprobs"))
+    if probs is not None or not items or not all(len(as_list(i)) >= 2 for i in items):
+        return probs, faults
+    return entries([{"logprob": i[0], "token": f"{TOKEN_ID}{i[1]}"} for i in items], ids)
+
+
+def _logprobs(value: Json, ids: TokenIds | None) -> tuple[Logprobs | None, tuple[Fault, ...]]:
     """Sampled logprobs of a choice, chat shape (`content`) or completions shape (`token_logprobs`)."""
     holder = as_object(value)
     if isinstance(holder.get("content"), list):
@@ -100,7 +191,7 @@ def _logprobs(value: Json, ids: TokenIds | None) -> tuple[np.ndarray | None, tup
     return probs.values, faults
 
 
-def entries(items: Json, ids: TokenIds | None) -> tuple[np.ndarray | None, tuple[Fault, ...]]:
+def entries(items: Json, ids: TokenIds | None) -> tuple[Logprobs | None, tuple[Fault, ...]]:
     """Logprobs from OpenAI's list of `{token, logprob}`; tokens named `token_id:N` are compared with the ids."""
     objects = as_objects(items)
     if len(objects) != len(cast("list[Json]", items)):

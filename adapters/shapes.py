@@ -89,7 +89,8 @@ def chat_messages(message: Json) -> list[dict[str, Json]]:
     content = found.get("content")
     if isinstance(content, list) and any(_is_foreign(p) for p in as_list(content)):
         return _from_blocks(found, content)
-    return [{k: v for k, v in found.items() if v is not None or k in ("role", "content")}]
+    kept = {k: v for k, v in found.items() if v is not None}
+    return [{"role": found.get("role"), "content": found.get("content"), **kept}]
 
 
 def tool_definitions(tools: Json) -> Json:
@@ -166,7 +167,8 @@ def _reasoning(made: _Blocks, part: dict[str, Json]) -> None:
     said = next((part[k] for k in ("content", "text", "thinking", "reasoning", "summary") if part.get(k)), "")
     if isinstance(said, list):
         said = "".join(text(s.get("text")) or "" for s in as_objects(said))
-    made.reasoning.append(said if isinstance(said, str) else dump_json(said))
+    if said:
+        made.reasoning.append(said if isinstance(said, str) else dump_json(said))
 
 
 def _tool_call(made: _Blocks, part: dict[str, Json]) -> None:

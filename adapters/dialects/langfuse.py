@@ -4,10 +4,10 @@ from typing import Final
 
 from spanmill import semconv as sc
 from spanmill.adapters.dialects import genai
-from spanmill.adapters.messages import as_object
+from spanmill.adapters.messages import as_object, finish_word
 from spanmill.adapters.raw import apply_parameters, is_answer, read_answer
 from spanmill.adapters.shapes import answer, conversation, tool_definitions
-from spanmill.adapters.values import identifier, integer, read_json, text
+from spanmill.adapters.values import identifier, read_json, text
 from spanmill.triplets.records import Call, Span
 
 INPUT: Final = "langfuse.observation.input"
@@ -47,9 +47,10 @@ def read(span: Span) -> list[Call]:
         call.response_id = call.response_id or identifier(a.get(METADATA + "response_id"))
         call.messages, call.tools = content.messages, content.tools
         if call.usage_prompt is None:
-            call.usage_prompt = integer(usage.get("input", usage.get("prompt_tokens")), foreign=True)
+            call.usage_prompt = genai.usage(usage, "input", "prompt_tokens", "input_tokens")
         if call.usage_response is None:
-            call.usage_response = integer(usage.get("output", usage.get("completion_tokens")), foreign=True)
+            call.usage_response = genai.usage(usage, "output", "completion_tokens", "output_tokens")
+        call.finish_reason = call.finish_reason or finish_word(read_json(a, METADATA + "finish_reason", damaged))
         if damaged:
             call.flags |= {"truncated_attribute"}
     return calls

@@ -4,7 +4,7 @@ from typing import Final
 
 from spanmill import semconv as sc
 from spanmill.adapters.dialects import genai
-from spanmill.adapters.messages import as_list, as_object, as_objects, finish_word
+from spanmill.adapters.messages import as_list, as_object, as_objects
 from spanmill.adapters.raw import apply_parameters, is_answer, read_answer
 from spanmill.adapters.shapes import answer, conversation, tool_definitions
 from spanmill.adapters.values import identifier, read_json, text
@@ -12,6 +12,7 @@ from spanmill.triplets.records import Call, Json, Span
 
 PROMPT: Final = "gen_ai.prompt"
 COMPLETION: Final = "gen_ai.completion"
+METADATA: Final = "langsmith.metadata."
 ANSWERS: Final = (COMPLETION,)
 
 
@@ -40,11 +41,12 @@ def read(span: Span) -> list[Call]:
         content.answers = [answer(_said(g)) for g in told]
         content.reasons = [_detail(g, "finish_reason") for g in told]
         calls = genai.read_as(span, "langsmith", content)
+    chosen = {"temperature": a.get(METADATA + "ls_temperature"), "max_tokens": a.get(METADATA + "ls_max_tokens")}
     for call in calls:
         apply_parameters(call, asked)
+        apply_parameters(call, chosen)
         call.messages, call.tools = content.messages, content.tools
         call.response_id = call.response_id or identifier(a.get(sc.GEN_AI_RESPONSE_ID)) or _response_id(generations)
-        call.finish_reason = call.finish_reason or finish_word(a.get(sc.GEN_AI_FINISH_REASONS))
         call.model = call.model or text(a.get(sc.GEN_AI_RESPONSE_MODEL)) or text(a.get(sc.GEN_AI_REQUEST_MODEL))
     return calls
 

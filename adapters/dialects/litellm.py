@@ -22,7 +22,8 @@ REQUEST_KEYS: Final = (
     *("max_tokens", "max_completion_tokens", "extra_body"),
 )
 REQUEST_TYPES: Final = frozenset({"completion", "acompletion", "text_completion", "atext_completion"})
-OWN: Final = ("hidden_params", "litellm.call_id", "litellm.call_type")
+CALL_ID: Final = "litellm.call_id"
+OWN: Final = ("hidden_params", CALL_ID, "litellm.call_type")
 """Names that LiteLLM alone writes on the spans of a request."""
 MAX_LITERAL: Final = 4 << 20
 """Characters of a Python literal that are parsed: parsing takes some 60 bytes a character."""
@@ -62,13 +63,19 @@ def read(span: Span) -> list[Call]:
     for call in calls:
         apply_parameters(call, found)
         call.messages, call.tools = content.messages, content.tools
-        call.response_id = identifier(a.get(sc.GEN_AI_RESPONSE_ID)) or call.response_id
+        call.response_id = _response_id(a) or (call.response_id if is_answer(found) else None)
         call.model = call.model or text(a.get(sc.GEN_AI_RESPONSE_MODEL)) or text(a.get(sc.GEN_AI_REQUEST_MODEL))
         call.faults += tuple(faults)
         call.metadata |= content.metadata
         if content.damaged:
             call.flags |= {"truncated_attribute"}
     return calls
+
+
+def _response_id(attributes: Attributes) -> str | None:
+    """The server's id. A request that failed has LiteLLM's own id of the call in its place."""
+    response_id = identifier(attributes.get(sc.GEN_AI_RESPONSE_ID))
+    return None if response_id == identifier(attributes.get(CALL_ID)) else response_id
 
 
 def _provider(attributes: Attributes) -> Iterator[tuple[str, str, Value]]:

@@ -14,6 +14,7 @@ from spanmill.adapters.messages import (
     unflatten,
 )
 from spanmill.adapters.raw import apply_parameters, is_answer, read_answer
+from spanmill.adapters.shapes import answer, conversation, tool_definitions
 from spanmill.adapters.spans import recorded_agent
 from spanmill.adapters.values import identifier, integer, parse_json, text
 from spanmill.triplets.records import Attributes, Call, Json, Span
@@ -34,14 +35,17 @@ def recognises(span: Span) -> bool:
 def read(span: Span) -> list[Call]:
     """A Call per choice of the raw answer; without one, per output message."""
     a = span.attributes
-    answer, damaged = _json(a, OUTPUT)
-    calls = read_answer(span, "openinference", answer) if is_answer(answer) else _from_attributes(span)
+    said, damaged = _json(a, OUTPUT)
     request, _ = _json(a, INPUT)
     body = as_object(request)
+    if is_answer(said):
+        calls = read_answer(span, "openinference", as_object(said))
+    else:
+        calls = _from_attributes(span, is_response="input" in body)
     parameters, _ = _json(a, PARAMETERS)
     messages = _messages(a, body)
+    tools = tool_definitions(body.get("tools")) or _tools(a)
     found, hidden = has_media(messages)
-    tools = body.get("tools") or _tools(a)
     for call in calls:
         apply_parameters(call, as_object(parameters))
         apply_parameters(call, body)
@@ -78,14 +82,14 @@ def _json(attributes: Attributes, name: str) -> tuple[Json, str | None]:
         return None, f"{name}: JSON that does not parse ({e})" if looks_json else None
 
 
-def _from_attributes(span: Span) -> list[Call]:
+def _from_attributes(span: Span, *, is_response: bool) -> list[Call]:
     a = span.attributes
-    answers = [_message(m) for m in unflatten(a, OUTPUT_MESSAGES)]
+    said = [_message(m) for m in unflatten(a, OUTPUT_MESSAGES)]
+    # Of a response the messages are pieces of one answer, of a chat they are its choices.
+    answers = [answer(said)] if len(said) > 1 and is_response else [answer(m) for m in said]
     if not answers:
-        answers = [
-            {"role": "assistant", "content": as_object(c.get("completion")).get("text")}
-            for c in unflatten(a, "llm.choices.")
-        ]
+        texts = (as_object(c.get("completion")).get("text") for c in unflatten(a, "llm.choices."))
+        answers = [answer(t) for t in texts]
     return [
         Call(
             span=span,
@@ -106,8 +110,8 @@ def _messages(attributes: Attributes, body: Mapping[str, Json]) -> Json:
     """Request messages: as the request body has them, else from the flattened attributes."""
     for name in ("messages", "input"):
         if isinstance(body.get(name), list):
-            return body[name]
-    flat = [_message(m) for m in unflatten(attributes, INPUT_MESSAGES)]
+            return conversation(body[name], body.get("instructions"))
+    flat = conversation([_message(m) for m in unflatten(attributes, INPUT_MESSAGES)])
     if flat:
         return flat
     prompts = [as_object(p.get("prompt")).get("text") for p in unflatten(attributes, "llm.prompts.")]

@@ -35,7 +35,11 @@ def read(span: Span) -> list[Call]:
             content.answers.append(said)
             content.reasons.append(reason)
     content.tools = content.tools or flat_tools(a, FUNCTIONS)
-    return genai.read_as(span, "openllmetry", content)
+    calls = genai.read_as(span, "openllmetry", content)
+    for call in calls:
+        # Of the Responses API it writes the item's id in the place of the call's, which other spans show.
+        call.tool_call_ids = tuple(i for i in call.tool_call_ids if not i.startswith("fc_"))
+    return calls
 
 
 def _is_flat(attributes: Attributes) -> bool:

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from spanmill import semconv as sc
 from spanmill.adapters.dialects import genai
 from spanmill.adapters.messages import as_object, as_objects
 from spanmill.adapters.raw import apply_parameters
@@ -14,20 +15,28 @@ RESPONSE: Final = "response_data"
 PARAMETERS: Final = "model_request_parameters"
 SCHEMA: Final = "logfire.json_schema"
 ANSWERS: Final = (RESPONSE,)
+ANSWERED: Final = (RESPONSE, sc.GEN_AI_RESPONSE_ID, sc.GEN_AI_OUTPUT_MESSAGES, sc.GEN_AI_OUTPUT_TOKENS)
+FAILED: Final = 2
 
 
 def recognises(span: Span) -> bool:
     """An inference with logfire's names beside the convention's, or a request as logfire writes it."""
     a = span.attributes
-    if REQUEST in a and SCHEMA in a:
-        body = as_object(read_json(a, REQUEST, []))
-        return any(name in body for name in ("messages", "input", "prompt")) and "model" in body
-    return (PARAMETERS in a or SCHEMA in a) and genai.recognises(span)
+    if genai.recognises(span):
+        return any(name in a for name in (REQUEST, PARAMETERS, SCHEMA))
+    body = as_object(read_json(a, REQUEST, [])) if SCHEMA in a else {}
+    return "model" in body and any(name in body for name in ("messages", "input", "prompt"))
 
 
 def read(span: Span) -> list[Call]:
-    """The convention's calls; of logfire's, what the request and the answer say."""
+    """The convention's calls; of logfire's, what the request and the answer say.
+
+    Of a streamed request logfire writes two spans: one for the request, without an answer, and one when the stream
+    ends, with the same request and the answer. The second is the call.
+    """
     a = span.attributes
+    if REQUEST in a and span.status != FAILED and not any(name in a for name in ANSWERED):
+        return []
     content = genai.content_of(span)
     damaged: list[str] = []
     body, said = as_object(read_json(a, REQUEST, damaged)), as_object(read_json(a, RESPONSE, damaged))
