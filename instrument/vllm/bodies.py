@@ -4,7 +4,7 @@ Chat messages stay as the client wrote them. The others become messages of the G
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from typing import Any, Final, NamedTuple, cast
 
@@ -147,10 +147,12 @@ def _block(block: Object) -> Object:
 
 
 def _result(block: Object) -> Json:
-    content = block.get("content")
+    """A tool's result: its text if it is nothing else."""
+    content: Json = block.get("content")
+    if not isinstance(content, list):
+        return content
     texts = [part.get("text") for part in _objects(content) if part.get("type") == "text"]
-    only_text = isinstance(content, list) and len(texts) == len(cast("list[Json]", content))
-    return "\n".join(map(str, texts)) if only_text else content
+    return "\n".join(map(str, texts)) if len(texts) == len(cast("list[Json]", content)) else block["content"]
 
 
 def _anthropic_tools(body: Object) -> Json:
@@ -196,11 +198,7 @@ def _media(body: Object) -> Iterable[tuple[str, Json]]:
 
 def _digest(data: Json) -> str:
     """Of the URL or the data as the client sent it."""
-    inner = (
-        next((d for k in ("url", "data") if (d := cast("Mapping[str, Json]", data).get(k))), data)
-        if isinstance(data, dict)
-        else data
-    )
-    return sha256(
-        (inner if isinstance(inner, str) else json.dumps(inner, sort_keys=True)).encode("utf-8", "replace")
-    ).hexdigest()
+    inside = _object(data)
+    inner = inside.get("url") or inside.get("data") or data
+    text = inner if isinstance(inner, str) else json.dumps(inner, sort_keys=True)
+    return sha256(text.encode("utf-8", "replace")).hexdigest()

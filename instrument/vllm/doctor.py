@@ -90,8 +90,8 @@ def _mode(mode: str) -> Finding:
     if mode == "raw_logprobs":
         return Finding(
             "warning",
-            "logprobs are raw: where temperature, top-p, top-k or penalties differ from the defaults they are not those "
-            "of the distribution that was sampled from; start vLLM with --logprobs-mode processed_logprobs",
+            "logprobs are raw: where temperature, top-p, top-k or penalties differ from the defaults they are not "
+            "those of the distribution that was sampled from; start vLLM with --logprobs-mode processed_logprobs",
         )
     return Finding("error", f"--logprobs-mode {mode} gives logits: no logprobs are recorded")
 

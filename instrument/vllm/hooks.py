@@ -67,16 +67,17 @@ def begin(engine: Any, prompt: Any, params: Any, request_id: Any, options: dict[
         return None
     if BEAM_LEG.fullmatch(str(request_id)) and params.max_tokens == 1 and (params.logprobs or 0) >= 2:
         return None
-    transfer = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
-    if isinstance(transfer, dict) and transfer.get("do_remote_decode"):  # pyright: ignore[reportUnknownMemberType]
+    extra: dict[str, Any] = getattr(params, "extra_args", None) or {}
+    transfer: dict[str, Any] = extra.get("kv_transfer_params") or {}
+    if transfer.get("do_remote_decode"):
         return None
     config = engine.model_config
-    named = getattr(config, "served_model_name", None)
+    named: Any = getattr(config, "served_model_name", None)
     lora = options.get("lora_request")
     return Generation(
         request_id=str(request_id),
         params=params,
-        model=named[0] if isinstance(named, list) and named else named,  # pyright: ignore[reportUnknownArgumentType]
+        model=named if isinstance(named, str) or not named else str(named[0]),
         logprobs_mode=_mode(config),
         request=request,
         parent=provider.ambient() if request is None else request.parent,
@@ -97,7 +98,7 @@ def _mode(config: Any) -> str | None:
 
 
 def _can_add_logprobs(prompt: Any, params: Any) -> bool:
-    """Whether the sampled tokens' logprobs must be asked for, and can be: a ready-made request has its own parameters."""
+    """Whether the sampled tokens' logprobs must be asked for, and can be: a ready-made request has its own."""
     asked = params.logprobs is not None or getattr(params, "logprob_token_ids", None)
     return not asked and not hasattr(prompt, "sampling_params")
 

@@ -50,14 +50,18 @@ class Middleware:
         if scope["path"] == STATUS and scope["method"] == "GET":
             await _answer(send, self._status())
             return
-        request = None
-        with guarded("request"):
-            scope, request = read_scope({**scope, SEEN: True})
+        scope, request = _read({**scope, SEEN: True})
         token = current_request.set(request)
         try:
             await self._app(scope, receive if request is None else _keeping(receive, request), send)
         finally:
             current_request.reset(token)
+
+
+def _read(scope: Scope) -> tuple[Scope, Request | None]:
+    with guarded("request"):
+        return read_scope(scope)
+    return scope, None
 
 
 def read_scope(scope: Scope) -> tuple[Scope, Request]:

@@ -65,7 +65,7 @@ def _patcher(wrappers: tuple[tuple[str, Wrapper], ...]) -> Callable[[ModuleType]
             if missing:
                 report(
                     f"vllm {module.__name__}",
-                    f"{module.__name__} of vLLM {vllm_version()} has no {', '.join(missing)}: nothing of it is recorded; "
+                    f"{module.__name__} of vLLM {vllm_version()} has no {', '.join(missing)}: it is not recorded; "
                     f"tested are {TESTED[0]} to {TESTED[1]}",
                     counted=False,
                 )

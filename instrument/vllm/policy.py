@@ -37,7 +37,7 @@ def versions(said: Any, before: str | None, after: str | None) -> tuple[str | No
         versions([("a", 0, 2), ("b", 2, 5)], None, None)
         == ("b", [{"version": "a", "start": 0, "length": 2}, {"version": "b", "start": 2, "length": 3}])
     """
-    runs = [
+    runs: list[dict[str, Any]] = [
         {"version": str(_part(s, 0, "version")), "start": start, "length": end - start}
         for s in cast("list[Any]", said or [])
         if (end := int(_part(s, 2, "end"))) > (start := int(_part(s, 1, "start")))
@@ -51,4 +51,4 @@ def versions(said: Any, before: str | None, after: str | None) -> tuple[str | No
 
 
 def _part(span: Any, position: int, name: str) -> Any:
-    return span[position] if isinstance(span, (tuple, list)) else getattr(span, name)
+    return cast("tuple[Any, ...]", span)[position] if isinstance(span, tuple) else getattr(span, name)

@@ -119,12 +119,16 @@ _read = lru_cache(maxsize=4)(read_body)
 
 
 def _media(prompt: Any, asked: Asked) -> str | None:
-    """Kinds and hashes of the prompt's media: vLLM's own hashes, by which it tells one from another, else the body's."""
-    hashes = cast("dict[str, Any]", prompt).get("mm_hashes") if isinstance(prompt, dict) else None
+    """Kinds and hashes of the prompt's media: vLLM's own hashes where it gives them, else the body's."""
+    hashes = _of_prompt(prompt, "mm_hashes")
     if isinstance(hashes, Mapping) and hashes:
         by_kind = cast("Mapping[str, list[str]]", hashes)
         return json.dumps([{"kind": kind, "hash": str(h)} for kind in by_kind for h in by_kind[kind]])
     return json.dumps(asked.media) if asked.media else None
+
+
+def _of_prompt(prompt: Any, name: str) -> Any:
+    return cast("Mapping[str, Any]", prompt).get(name) if isinstance(prompt, Mapping) else None
 
 
 def _sampled(generation: Generation, choice: Choice, response_id: str) -> Attributes:
@@ -132,8 +136,8 @@ def _sampled(generation: Generation, choice: Choice, response_id: str) -> Attrib
     ids: list[int] = [*chain.from_iterable(choice.token_ids)]
     has_tokens = bool(generation.choices)
     prompt_ids = generation.prompt_token_ids
-    if prompt_ids is None and isinstance(generation.prompt, dict):
-        prompt_ids = cast("dict[str, Any]", generation.prompt).get("prompt_token_ids")
+    if prompt_ids is None:
+        prompt_ids = _of_prompt(generation.prompt, "prompt_token_ids")
     mode = MODES.get(generation.logprobs_mode or "")
     logprobs = sampled_logprobs(choice, len(ids)) if mode and has_tokens else None
     version, runs = versions(choice.weight_versions, generation.policy_before, generation.policy_after)
