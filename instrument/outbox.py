@@ -64,6 +64,7 @@ class Outbox:
         self._thread: threading.Thread | None = None
         self._exporter: SpanExporter | None = None
         self._ready = threading.Event()
+        self._error: Exception | None = None
         self.emitted = 0
         self.dropped = 0
         self.failed = 0
@@ -122,7 +123,7 @@ class Outbox:
             self._send_up_to = self._accepted
             self._changed.notify_all()
         if not delivered:
-            _report_undelivered()
+            self._report_undelivered()
             if self._exporter is not None:
                 _shut_down(self._exporter)
         if self._thread is not None:
@@ -183,30 +184,30 @@ class Outbox:
 
     def _send(self, spans: Sequence[ReadableSpan]) -> bool:
         for attempt in range(SENDS):
-            try:
-                if self._exporter is None:
-                    self._exporter = self._make_exporter()
-                    _silence(self._exporter)
-                    self._ready.set()
-                if self._exporter.export(spans) is SpanExportResult.SUCCESS:
-                    return True
-            except Exception as error:
-                self._ready.set()
-                report(UNDELIVERED, f"spans cannot be exported: {error!r}", counted=False)
-                return False
+            if self._export(spans):
+                return True
             with self._changed:
                 if attempt + 1 == SENDS or self._changed.wait_for(lambda: self._closing, RESEND_DELAY_S):
                     break
-        _report_undelivered()
+        self._report_undelivered()
         return False
 
+    def _export(self, spans: Sequence[ReadableSpan]) -> bool:
+        try:
+            if self._exporter is None:
+                self._exporter = self._make_exporter()
+                _silence(self._exporter)
+            self._ready.set()
+            return self._exporter.export(spans) is SpanExportResult.SUCCESS
+        except Exception as error:
+            self._ready.set()
+            self._error = error
+            return False
 
-def _report_undelivered() -> None:
-    report(
-        UNDELIVERED,
-        "spans cannot be delivered: is the collector reachable at OTEL_EXPORTER_OTLP_ENDPOINT?",
-        counted=False,
-    )
+    def _report_undelivered(self) -> None:
+        unreachable = self._error is None or isinstance(self._error, OSError)
+        why = "is the collector reachable at OTEL_EXPORTER_OTLP_ENDPOINT?" if unreachable else repr(self._error)
+        report(UNDELIVERED, f"spans cannot be delivered: {why}", counted=False)
 
 
 def _silence(exporter: SpanExporter) -> None:
@@ -216,8 +217,8 @@ def _silence(exporter: SpanExporter) -> None:
 
 
 def _shut_down(exporter: SpanExporter) -> None:
-    """Shut an exporter down without waiting for a request in flight, where it lets us say so."""
+    """Shut an exporter down without waiting for a request in flight."""
     if "timeout_millis" in signature(exporter.shutdown).parameters:
         exporter.shutdown(timeout_millis=0)  # pyright: ignore[reportCallIssue]
-    else:
+    elif not hasattr(exporter, "_export_lock"):  # gRPC of SDKs that would wait for it thirty seconds
         exporter.shutdown()

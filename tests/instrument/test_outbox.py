@@ -158,7 +158,7 @@ def test_a_batch_that_failed_is_sent_again() -> None:
     assert ([["a"]] * 3, (1, 0, 0)) == (exporter.batches, counts(box))
 
 
-@pytest.mark.parametrize("answers", [[SpanExportResult.FAILURE] * 3, [ValueError("cannot be encoded")]], ids=str)
+@pytest.mark.parametrize("answers", [[SpanExportResult.FAILURE] * 3, [ValueError("no UTF-8")] * 3])
 def test_a_batch_that_cannot_be_delivered_is_counted(answers: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     """It is given up after some tries, said once, and the next batch goes on."""
     forget_reports()
