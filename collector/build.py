@@ -16,6 +16,7 @@ from contextlib import closing
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryDirectory
 from typing import TypeAlias, TypeVar
 
@@ -55,6 +56,8 @@ def build(inputs: Sequence[Path], config: BuildConfig) -> int:
     _check_empty(config.out)
     table = list(read_rewards(config.rewards)) if config.rewards else []
     with DatasetWriter(config.out) as dataset:
+        for left in config.out.glob(".build-*"):  # by a build that was killed
+            rmtree(left)
         recorded = _Recorded(inputs)
         requests = recorded.requests()
         first = list[Request]()

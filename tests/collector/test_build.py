@@ -169,6 +169,15 @@ def test_input_without_one_readable_request_is_refused(tmp_path: Path) -> None:
     assert rows_in_order(built(tmp_path, [make_request(*make_rollout("r"))]))[0]
 
 
+def test_what_a_killed_build_left_is_cleared_away(tmp_path: Path) -> None:
+    """A folder in which a build was killed before it wrote a row can be built into; nothing of that build stays."""
+    left = tmp_path / "out" / ".build-x"
+    left.mkdir(parents=True)
+    (left / "0.spans").write_bytes(b"half of it")
+    assert [("r",)] == rollouts(built(tmp_path, [make_request(*make_rollout("r"))]), "rollout_id")
+    assert not left.exists()
+
+
 def test_a_dataset_is_not_built_over(tmp_path: Path) -> None:
     """A folder that holds a dataset, or anything else, is refused by name."""
     dataset = built(tmp_path, [make_request(*make_rollout("r"))])
