@@ -1,4 +1,4 @@
-"""The command line: `spanmill serve`, `spanmill build`, `spanmill stats`.
+"""The command line: `spanmill serve`, `spanmill build`, `spanmill run`, `spanmill stats`.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage. An error of ours is one line on stderr, never a traceback. A command hands
 on what was typed and nothing else, so that environment and configuration file can decide the rest. It imports what it
@@ -121,6 +121,31 @@ def build(
     from spanmill.collector.build import build
 
     raise typer.Exit(build(inputs, settings))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="CMD", help="the command, with its own options")],
+    rollout_id: Annotated[str | None, typer.Option(metavar="ID", help="of the rollout (default: a new one)")] = None,
+    attempt: Annotated[int | None, typer.Option(metavar="N", help="number of the run (default: 0)")] = None,
+    group_id: Annotated[str | None, typer.Option(metavar="ID", help="rollouts that are compared")] = None,
+    task_id: Annotated[str | None, typer.Option(metavar="ID", help="the dataset row it works on")] = None,
+    mode: Annotated[str | None, typer.Option(metavar="M", help="train, val or test")] = None,
+    endpoint: Annotated[str | None, typer.Option(metavar="URL", help="OTLP receiver of its spans")] = None,
+) -> None:
+    """Run a command as one rollout; its exit code decides the status and is passed on."""
+    from spanmill.instrument.run import run
+
+    code = run(
+        command,
+        rollout_id=rollout_id,
+        attempt=attempt,
+        group_id=group_id,
+        task_id=task_id,
+        mode=mode,
+        endpoint=endpoint,
+    )
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -299,6 +299,25 @@ def test_an_impossible_option_stops_before_anything_runs(
     assert (message, False) == (str(raised.value), ran.exists())
 
 
+def test_the_command_line_hands_on_its_options_and_the_command_its_own(grpc_sink: Sink) -> None:
+    """Options before the command are ours, everything after it is the command's, with `--` or without."""
+    options = ("--rollout-id", "r1", "--attempt", "2", "--group-id", "g", "--task-id", "t", "--mode", "val")
+    for words in (("--", "sh", "-c", "exit $0", "3"), ("sh", "-c", "exit $0", "3", "--mode", "x")):
+        line = [PYTHON, "-c", "import sys; from spanmill.cli import main; sys.exit(main())", "run"]
+        done = subprocess.run([*line, *options, "--endpoint", grpc_sink.endpoint, *words], capture_output=True)
+        assert (3, b"", b"") == (done.returncode, done.stdout, done.stderr)
+    assert [
+        {
+            "spanmill.rollout.id": "r1",
+            "spanmill.rollout.attempt": 2,
+            "spanmill.group.id": "g",
+            "spanmill.task.id": "t",
+            "spanmill.mode": "val",
+            "spanmill.rollout.status": "failed",
+        }
+    ] * 2 == [span["attributes"] for span in grpc_sink.named("rollout")]
+
+
 def test_a_collector_that_dies_on_the_way_is_said(command: RunCommand) -> None:
     """The start arrived, the end did not: one line says so, and the exit code is the command's."""
     with grpc_receiver() as sink:
