@@ -136,7 +136,11 @@ def test_rejected_spans_are_a_partial_success(receiver: Receiver, tmp_path: Path
     assert journaled(tmp_path) == [(Kind.TRACES_PROTO, body)]
 
 
-@pytest.mark.parametrize("body", [b"\xff\xff", b"\x0a\x05abc", gzip.compress(b"\xff"), gzip.compress(traces())[:-4]])
+@pytest.mark.parametrize(
+    "body",
+    [b"\xff\xff", b"\x0a\x05abc", gzip.compress(b"\xff"), gzip.compress(traces())[:-4]],
+    ids=["no protobuf", "cut protobuf", "no protobuf in gzip", "cut gzip"],
+)
 def test_malformed_bytes_are_not_to_be_sent_again(receiver: Receiver, tmp_path: Path, body: bytes) -> None:
     """INVALID_ARGUMENT, with a status that says why and no RetryInfo; nothing is journaled."""
     with exporting(receiver) as export:

@@ -163,6 +163,7 @@ def test_rejected_spans_are_a_partial_success(client: httpx.Client, tmp_path: Pa
         (PROTO | {"Content-Encoding": "gzip"}, gzip.compress(traces())[:-1]),
         (PROTO | {"Content-Encoding": "zstd"}, zstandard.compress(traces())[:-1]),
     ],
+    ids=["no protobuf", "no gzip", "cut gzip", "cut zstd"],
 )
 def test_malformed_bytes_are_not_to_be_sent_again(
     client: httpx.Client, tmp_path: Path, headers: dict[str, str], body: bytes
