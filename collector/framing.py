@@ -128,7 +128,7 @@ def _with_kinds(path: Path, records: Iterator[bytes]) -> Iterator[tuple[Kind, by
         for number, record in enumerate(filter(None, records), 1):
             try:
                 body = _unpacked(record)
-                usual = _kind(body) or usual
+                usual = request_kind(body) or usual
                 sound = number
             except DecodeError:
                 body = record
@@ -144,7 +144,7 @@ def _with_kinds(path: Path, records: Iterator[bytes]) -> Iterator[tuple[Kind, by
 
 def _is_request(record: bytes) -> bool:
     try:
-        _kind(_unpacked(record))
+        request_kind(_unpacked(record))
     except DecodeError:
         return False
     return True
@@ -163,7 +163,7 @@ def _unpacked(record: bytes) -> bytes:
     return bytes(body)
 
 
-def _kind(body: bytes) -> Kind | None:
+def request_kind(body: bytes) -> Kind | None:
     """What a request holds; None if that does not show. Raises DecodeError if it is no request of traces or logs.
 
     Requests of traces and of logs have one outline. A span and a log record use the same field numbers with other wire

@@ -93,7 +93,7 @@ class Reward:
     call_id: str | None = None
     name: str = ""
     source: str = "http"
-    """http, cli or table."""
+    """http, cli, table, or result: what an agent function returned."""
     received_ns: int = 0
 
 
@@ -274,7 +274,7 @@ class RewardSeen:
     value: float
     call_id: str | None
     source: str
-    """span, event, log, annotation, http, cli or table."""
+    """span, event, log, annotation, http, cli, table or result."""
 
 
 @dataclass(slots=True)
@@ -327,3 +327,17 @@ class Rollout:
     quarantined: list[Quarantined] = field(default_factory=list[Quarantined])
     announced: bool = False
     """No column: the rollout said that it would report its end, and has not yet."""
+
+    @staticmethod
+    def from_result(result: object, *, rollout_id: str, attempt: int = 0) -> "Rollout":
+        """A rollout of what an agent function returned.
+
+        That may be None, a number (the final reward), Triplets, spans in any form that `spanmill.adapt` takes, or a
+        Rollout. Whatever they say whose they are, they become rollout `rollout_id`. The status is what spans report,
+        else unknown; nothing is made up for what the result does not tell.
+
+        Raises TypeError for anything else, and TypeError or ValueError for an id or attempt that cannot be.
+        """
+        from spanmill.memory import from_result  # this one reads spans, for which it takes the stages to the left
+
+        return from_result(result, rollout_id, attempt)

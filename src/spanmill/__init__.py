@@ -1,5 +1,14 @@
 """OpenTelemetry spans into training data for language-model reinforcement learning.
 
+In an agent, whose install need not have the collector:
+
+    rollout, call, reward                          emit: what belongs together, what was sampled, what it was worth
+    configure, flush, counters, tracer_provider    where spans go, that they have gone, how many were lost, for others
+
+With `spanmill[collector]`:
+
+    adapt                                          spans in memory to Rollouts with their Triplets and Episodes
+    Rollout, Triplet, Episode, Reward, Rollouts    what that takes and gives; Rollout.from_result for agent functions
     read_rollouts, read_triplets, read_episodes    a dataset's tables as polars LazyFrames, newest revision only
 
 Names are imported when they are first asked for: an instrumented process that imports `spanmill` loads neither polars
@@ -10,17 +19,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spanmill.instrument import call, configure, counters, flush, reward, rollout, tracer_provider
+    from spanmill.memory import Rollouts, adapt
     from spanmill.triplets.reader import read_episodes, read_rollouts, read_triplets
+    from spanmill.triplets.records import Episode, Reward, Rollout, Triplet
 
     __version__: str
 
-__all__ = ["__version__", "read_episodes", "read_rollouts", "read_triplets"]
+__all__ = [
+    "Episode",
+    "Reward",
+    "Rollout",
+    "Rollouts",
+    "Triplet",
+    "__version__",
+    "adapt",
+    "call",
+    "configure",
+    "counters",
+    "flush",
+    "read_episodes",
+    "read_rollouts",
+    "read_triplets",
+    "reward",
+    "rollout",
+    "tracer_provider",
+]
 
-_HOMES = {
-    "read_episodes": "spanmill.triplets.reader",
-    "read_rollouts": "spanmill.triplets.reader",
-    "read_triplets": "spanmill.triplets.reader",
+_NAMES = {
+    "spanmill.instrument": ("call", "configure", "counters", "flush", "reward", "rollout", "tracer_provider"),
+    "spanmill.memory": ("Rollouts", "adapt"),
+    "spanmill.triplets.reader": ("read_episodes", "read_rollouts", "read_triplets"),
+    "spanmill.triplets.records": ("Episode", "Reward", "Rollout", "Triplet"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 """The module that each public name comes from."""
 
 
