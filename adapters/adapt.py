@@ -20,7 +20,7 @@ from spanmill.adapters.order import number_turns
 from spanmill.adapters.rewards import Seen, given, judge, rewards_in
 from spanmill.adapters.spans import Tree
 from spanmill.adapters.values import dump_json
-from spanmill.triplets.records import Json, PolicyRun, Quarantined, Reward, Rollout, Span, Triplet
+from spanmill.triplets.records import Json, PolicyRun, Quarantined, Reward, Rollout, Span, Triplet, received_at
 from spanmill.triplets.span_json import span_json
 
 Key = tuple[str, int]
@@ -124,7 +124,7 @@ def _aside(reward: Reward, reason: str, detail: str) -> Quarantined:
     fields: dict[str, Json] = {"rollout_id": reward.rollout_id, "attempt": reward.attempt, "call_id": reward.call_id}
     fields |= {"name": reward.name, "value": reward.value, "source": reward.source}
     return Quarantined(
-        reason, detail, "", "", dump_json(fields), reward.received_ns // 1000, reward.rollout_id, reward.attempt
+        reason, detail, "", "", dump_json(fields), received_at(reward.received_ns), reward.rollout_id, reward.attempt
     )
 
 
@@ -258,13 +258,13 @@ def _of_reward(key: Key, reward: Seen, reason: str, detail: str) -> Quarantined:
         "name": reward.name,
         "value": str(reward.value),
     }
-    return Quarantined(reason, detail, "", "", dump_json(fields), 0, *key)
+    return Quarantined(reason, detail, "", "", dump_json(fields), None, *key)
 
 
 def _row(key: Key, reason: str, detail: str, span: Span) -> Quarantined:
     # A log record has no id of its own; the span that it was written in says where to look.
     span_id = span.span_id or span.parent_id
-    return Quarantined(reason, detail, span.trace_id, span_id, span_json(span), span.received_ns // 1000, *key)
+    return Quarantined(reason, detail, span.trace_id, span_id, span_json(span), received_at(span.received_ns), *key)
 
 
 def _count(rollout: Rollout, calls: list[Joined], kept: list[Joined]) -> None:

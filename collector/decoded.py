@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from spanmill.triplets.records import Attributes, Json, Quarantined, Span
+from spanmill.triplets.records import Attributes, Json, Quarantined, Span, received_at
 from spanmill.triplets.span_json import span_json
 
 TRACE_ID_BYTES: Final = 16
@@ -50,10 +50,12 @@ def bad_span_id(span: Span) -> Quarantined:
         f"trace id {span.trace_id or 'missing'}, span id {span.span_id or 'missing'}; "
         f"expected {2 * TRACE_ID_BYTES} and {2 * SPAN_ID_BYTES} hex digits, not all zero"
     )
-    return Quarantined("bad_span_id", detail, span.trace_id, span.span_id, span_json(written), span.received_ns // 1000)
+    return Quarantined(
+        "bad_span_id", detail, span.trace_id, span.span_id, span_json(written), received_at(span.received_ns)
+    )
 
 
 def undecodable(trace_id: str, span_id: str, why: object, raw: Json, received_ns: int) -> Quarantined:
     """The quarantine row of a span or log record that does not parse inside; `raw` is what there is of it."""
     detail = f"{type(why).__name__}: {why}"
-    return Quarantined("undecodable_span", detail, trace_id, span_id, json.dumps(raw), received_ns // 1000)
+    return Quarantined("undecodable_span", detail, trace_id, span_id, json.dumps(raw), received_at(received_ns))

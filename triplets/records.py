@@ -40,6 +40,11 @@ class Link(NamedTuple):
     attributes: Attributes
 
 
+def received_at(received_ns: int) -> int | None:
+    """The column of that name: microseconds, or None where the time was not recorded."""
+    return received_ns // 1000 if received_ns else None
+
+
 @dataclass(slots=True)
 class Span:
     """A span as OTLP brought it, or a log record in the same form.
@@ -287,7 +292,7 @@ class Quarantined:
     span_id: str
     span: str
     """OTLP JSON of the span, or the reward as JSON."""
-    received_at: int
+    received_at: int | None
     rollout_id: str | None = None
     attempt: int | None = None
 

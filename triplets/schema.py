@@ -277,7 +277,12 @@ QUARANTINE: Final = TableSpec(
             "The span or log record as an OTLP/JSON export request, which `spanmill build` reads again; "
             "a reward as JSON.",
         ),
-        Column("received_at", TIME, "When it was received."),
+        Column(
+            "received_at",
+            TIME,
+            "When it was received; null = not recorded, as in files that `spanmill build` reads.",
+            nullable=True,
+        ),
     ),
 )
 
