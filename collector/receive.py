@@ -4,16 +4,18 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from starlette.routing import BaseRoute
 
 from spanmill.collector import receive_grpc
 from spanmill.collector.config import Address, ServeConfig
+from spanmill.collector.index import INDEX_NAME, unknown_rollouts
 from spanmill.collector.ingest import Ingest
 from spanmill.collector.journal import JournalWriter
 from spanmill.collector.receive_http import HttpServer, build_app
-from spanmill.errors import ConfigError
+from spanmill.errors import ListenError
 
 
 class Receiver:
@@ -48,7 +50,7 @@ class Receiver:
 def start_receiver(config: ServeConfig, journal: JournalWriter, routes: Sequence[BaseRoute] = ()) -> Receiver:
     """Serves OTLP on `config.grpc` and `config.http`, the latter with `routes` beside its own.
 
-    Raises ConfigError if an address cannot be had.
+    Raises ListenError if an address cannot be had.
     """
     ingest = Ingest(journal, config.max_message_mib << 20, config.max_inflight_mib << 20)
     listener = _listen("--http", config.http)
@@ -56,11 +58,12 @@ def start_receiver(config: ServeConfig, journal: JournalWriter, routes: Sequence
         # grpc says that an address cannot be had, but not why.
         _listen("--grpc", config.grpc).close()
         grpc, port = receive_grpc.start(ingest, config.grpc)
-    except ConfigError:
+    except ListenError:
         listener.close()
         raise
     http_port = listener.getsockname()[1]
-    http = HttpServer(build_app(ingest, routes), listener)
+    unknown = partial(unknown_rollouts, config.journal_folder / INDEX_NAME)
+    http = HttpServer(build_app(ingest, unknown, routes), listener)
     return Receiver(ingest, grpc, config.grpc._replace(port=port), http, config.http._replace(port=http_port))
 
 
@@ -73,4 +76,4 @@ def _listen(flag: str, address: Address) -> socket.socket:
     except OSError as error:
         # socket adds the address to the system's words.
         cause = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-        raise ConfigError(f"{flag} {address} cannot be listened on: {cause}") from error
+        raise ListenError(f"{flag} {address} cannot be listened on: {cause}") from error

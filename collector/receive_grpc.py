@@ -11,7 +11,7 @@ from spanmill.collector.compression import grpc_encoding
 from spanmill.collector.config import Address
 from spanmill.collector.ingest import RETRY_INFO, Answer, Ingest
 from spanmill.collector.journal import Kind
-from spanmill.errors import ConfigError
+from spanmill.errors import ListenError
 
 _THREADS: Final = 96
 """So many requests can wait for one group commit."""
@@ -29,7 +29,7 @@ _CODES: Final[dict[int, Any]] = {code.value[0]: code for code in _grpc.StatusCod
 
 
 def start(ingest: Ingest, address: Address) -> tuple[Any, int]:
-    """The running grpc.Server for traces, logs and metrics, and its port. ConfigError if `address` cannot be had."""
+    """The running grpc.Server for traces, logs and metrics, and its port. ListenError if `address` cannot be had."""
     server = _grpc.server(
         ThreadPoolExecutor(_THREADS, thread_name_prefix="spanmill-grpc"),
         options=[*_OPTIONS, ("grpc.max_receive_message_length", ingest.max_message_bytes)],
@@ -50,7 +50,7 @@ def start(ingest: Ingest, address: Address) -> tuple[Any, int]:
     try:
         port = server.add_insecure_port(str(address))
     except RuntimeError as error:
-        raise ConfigError(f"--grpc {address} cannot be listened on: {error}") from error
+        raise ListenError(f"--grpc {address} cannot be listened on: {error}") from error
     server.start()
     return server, port
 

@@ -26,7 +26,7 @@ START_S = 120.0
 def serve(config: ServeConfig) -> int:
     """Receive, index and write until SIGTERM or SIGINT, then drain; returns 0. Runs in the main thread only.
 
-    Prints one line once everything is open: `spanmill ready grpc=HOST:PORT http=HOST:PORT out=DIR`. Raises ConfigError
+    Prints one line once everything is open: `spanmill ready grpc=HOST:PORT http=HOST:PORT out=DIR`. Raises ListenError
     if an address cannot be had, JournalError or DatasetError if a folder cannot be written or is another service's.
     """
     stop = threading.Event()

@@ -3,10 +3,12 @@
     SpanmillError
     ├── ConfigError (ValueError)      an option or configuration key that cannot work; the start stops
     ├── DecodeError (ValueError)      bytes that are no OTLP request; a sender must not retry
+    ├── ListenError (OSError)         an address that cannot be listened on; a busy port
     ├── JournalError (OSError)        the journal cannot be written or read
     ├── DatasetError (OSError)        the dataset cannot be written or read
     │   └── SchemaVersionError        the dataset was written by a newer spanmill
-    └── InputError (OSError)          an input of `spanmill build` that cannot be read
+    ├── InputError (OSError)          an input of `spanmill build` that cannot be read
+    └── CollectorError (ConnectionError)    a collector that does not answer, or refuses what it is sent
 
 Bad spans are no errors: they are counted and quarantined with a reason.
 """
@@ -24,6 +26,10 @@ class DecodeError(SpanmillError, ValueError):
     """Bytes that do not parse as the OTLP message they are said to be."""
 
 
+class ListenError(SpanmillError, OSError):
+    """An address cannot be listened on."""
+
+
 class JournalError(SpanmillError, OSError):
     """The journal cannot be written or read."""
 
@@ -38,3 +44,7 @@ class SchemaVersionError(DatasetError):
 
 class InputError(SpanmillError, OSError):
     """An input of `spanmill build` cannot be read."""
+
+
+class CollectorError(SpanmillError, ConnectionError):
+    """A collector that does not answer, or refuses what it is sent."""

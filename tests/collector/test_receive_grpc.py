@@ -32,7 +32,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from spanmill.collector.config import Address, ServeConfig, load_config
 from spanmill.collector.journal import JournalWriter, Kind, read
 from spanmill.collector.receive import Receiver, start_receiver
-from spanmill.errors import ConfigError
+from spanmill.errors import ListenError
 
 SERVICE = "/opentelemetry.proto.collector.{0}.v1.{1}Service/Export"
 TRACES = SERVICE.format("trace", "Trace")
@@ -287,7 +287,7 @@ def test_a_busy_port_stops_the_start(tmp_path: Path, journal: JournalWriter, fla
     other = "http" if flag == "grpc" else "grpc"
     with socket.create_server(("127.0.0.1", 0)) as busy:
         addresses = {flag: Address("127.0.0.1", busy.getsockname()[1]), other: Address("127.0.0.1", 0)}
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ListenError) as caught:
             start_receiver(load_config({"out": tmp_path, **addresses}, {}, None), journal)
     assert str(caught.value) == f"--{flag} {addresses[flag]} cannot be listened on: Address already in use"
 
@@ -299,7 +299,7 @@ def test_two_receivers_do_not_share_a_port(
     """A second one is refused, where SO_REUSEPORT would give each half of the requests."""
     addresses = {"grpc": Address("127.0.0.1", 0), "http": Address("127.0.0.1", 0)}
     addresses[flag] = receiver.grpc_address if flag == "grpc" else receiver.http_address
-    with pytest.raises(ConfigError, match="Address already in use"):
+    with pytest.raises(ListenError, match="Address already in use"):
         start_receiver(load_config({"out": tmp_path, **addresses}, {}, None), journal)
 
 
@@ -312,5 +312,5 @@ def test_an_address_that_is_not_ours_stops_the_start(
 ) -> None:
     """The cause is the system's."""
     config = ServeConfig(out=tmp_path, grpc=Address(host, 4317), http=Address("127.0.0.1", 0))
-    with pytest.raises(ConfigError, match=f"--grpc {host}:4317 cannot be listened on: .*({cause})"):
+    with pytest.raises(ListenError, match=f"--grpc {host}:4317 cannot be listened on: .*({cause})"):
         start_receiver(config, journal)

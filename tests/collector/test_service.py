@@ -13,7 +13,7 @@ from spanmill.collector.build import build
 from spanmill.collector.config import Address, BuildConfig, ServeConfig
 from spanmill.collector.journal import JournalWriter
 from spanmill.collector.service import serve
-from spanmill.errors import ConfigError, DatasetError, JournalError
+from spanmill.errors import DatasetError, JournalError, ListenError
 from spanmill.triplets.writer import DatasetWriter
 
 FREE = Address("127.0.0.1", 0)
@@ -124,7 +124,7 @@ def test_a_taken_port_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     """An address that another process listens on stops the start, and no indexer stays behind."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = Address("127.0.0.1", taken.getsockname()[1])
-        with pytest.raises(ConfigError, match=rf"^--http {address} cannot be listened on: "):
+        with pytest.raises(ListenError, match=rf"^--http {address} cannot be listened on: "):
             serve(config(tmp_path / "out", http=address))
     DatasetWriter(tmp_path / "out").close()
     assert ("", "") == capfd.readouterr()
