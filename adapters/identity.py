@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeVar
 
 from spanmill import semconv as sc
+from spanmill.adapters.dialects import agentlightning
 from spanmill.adapters.spans import Tree
 from spanmill.adapters.values import identifier, integer, text
 from spanmill.triplets.records import Attributes, Span, Value
@@ -94,7 +95,8 @@ def _foreign(span: Span) -> Identity | None:
             attempt = attributes.get(sc.AGL_ATTEMPT_ID, span.resource.get(sc.AGL_ATTEMPT_ID))
             number = integer(attempt)
             return Identity(rollout_id, "foreign", number if number is not None else identifier(attempt) or 0)
-    return None
+    proxied = agentlightning.proxied(span.attributes)
+    return Identity(proxied[0], "foreign", identifier(proxied[1]) or 0) if proxied else None
 
 
 class Identities:

@@ -1,16 +1,26 @@
 """What ties a span to others, and what it says of a rollout's end: all that the index needs to know."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, cast
 
 from spanmill import semconv as sc
-from spanmill.adapters.dialects import is_call, openinference
+from spanmill.adapters.dialects import READERS, agentlightning, is_call, litellm
 from spanmill.adapters.values import identifier
 from spanmill.triplets.records import Json, Span
 
-_ID: Final = re.compile(r'"id"\s*:\s*"([^"\\]{1,256})"')
+_ID: Final = re.compile(r"""["'](?:id|call_id|toolCallId)["']\s*:\s*["']([^"'\\]{1,256})["']""")
+"""An id in a JSON text or in a Python literal."""
 _NUMBERED: Final = re.compile(r"(.+)-\d+", re.DOTALL)
+_RESPONSE_IDS: Final = (
+    sc.GEN_AI_RESPONSE_ID,
+    sc.GEN_AI_REQUEST_ID,
+    *(name for reader in READERS for name in getattr(reader, "RESPONSE_IDS", ())),
+)
+_ANSWERS: Final = frozenset(name for reader in READERS for name in getattr(reader, "ANSWERS", ()))
+"""Attributes in whose text or structure an answer with its ids may stand."""
+_ASKED: Final = ("llm.input_messages.", sc.FLAT_PROMPT, agentlightning.INPUT)
+"""What a request repeats of earlier answers ties nothing together."""
 
 
 def keys(span: Span) -> list[tuple[str, str]]:
@@ -25,49 +35,55 @@ def keys(span: Span) -> list[tuple[str, str]]:
         rollout_id = identifier(a.get(name)) or identifier(span.resource.get(name))
         if rollout_id is not None:
             found.append(("rollout", rollout_id))
+    proxied = agentlightning.proxied(a)
+    if proxied is not None:
+        found.append(("rollout", proxied[0]))
     for name in (sc.GEN_AI_CONVERSATION_ID, sc.SESSION_ID):
         conversation = identifier(a.get(name))
         if conversation is not None:
             found.append(("conversation", conversation))
-    for name in (sc.GEN_AI_RESPONSE_ID, sc.GEN_AI_REQUEST_ID):
+    for name in _RESPONSE_IDS:
         response_id = identifier(a.get(name))
         if response_id is not None:
             found.append(("response", response_id))
             numbered = _NUMBERED.fullmatch(response_id)
             if numbered:
                 found.append(("response", numbered[1]))
-    if is_call(span):
-        answer = a.get(openinference.OUTPUT)
-        if isinstance(answer, str):
-            found += [(kind, i) for i in _ID.findall(answer) for kind in ("response", "tool_call") if identifier(i)]
-        found += [("tool_call", i) for i in _tool_calls(span)]
+    if span.is_log and span.name.startswith("gen_ai."):
+        found += _of_answer(i for value in (span.body, *a.values()) for i in _ids_in(value))
+    elif is_call(span):
+        found += _of_answer(_in_answer(span))
     return list(dict.fromkeys(found))
 
 
-def _tool_calls(span: Span) -> Iterator[str]:
-    output = span.attributes.get(sc.GEN_AI_OUTPUT_MESSAGES)
-    if isinstance(output, str):
-        yield from _ID.findall(output)
-    elif output is not None:
-        yield from _ids_in(output)
+def _of_answer(ids: Iterable[str]) -> list[tuple[str, str]]:
+    """Of an id in an answer nobody knows without parsing whether it is the response's or a tool call's."""
+    return [(kind, i) for i in ids if identifier(i) for kind in ("response", "tool_call")]
+
+
+def _in_answer(span: Span) -> Iterator[str]:
     for name, value in span.attributes.items():
-        if (
-            name.endswith(".id")
-            and "tool_calls." in name
-            and not name.startswith(("llm.input_messages.", "gen_ai.prompt."))
-        ):
+        if name in _ANSWERS or litellm.holds_answer(name):
+            yield from _ids_in(value)
+        elif name.endswith(".id") and not name.startswith(_ASKED):
             made = identifier(value)
             if made is not None:
                 yield made
+    for event in span.events:
+        if event.name.startswith("gen_ai."):
+            yield from (i for value in event.attributes.values() for i in _ids_in(value))
 
 
 def _ids_in(value: Json) -> Iterator[str]:
-    if isinstance(value, list):
+    """Ids in a text, which is searched, or in a structure, which is walked."""
+    if isinstance(value, str):
+        yield from _ID.findall(value)
+    elif isinstance(value, list):
         for item in cast("list[Json]", value):
             yield from _ids_in(item)
     elif isinstance(value, dict):
         for name, item in cast("dict[str, Json]", value).items():
-            if name == "id" and isinstance(item, str) and identifier(item):
+            if name in ("id", "call_id") and isinstance(item, str):
                 yield item
             else:
                 yield from _ids_in(item)

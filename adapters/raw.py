@@ -139,6 +139,25 @@ def _runs(value: Json) -> tuple[PolicyRun, ...]:
     return tuple(made)
 
 
+def add_streamed(answer: dict[str, Json], chunks: Sequence[Json]) -> None:
+    """Put the token data of a stream's chunks, all of them in order, into the answer that they were added up to."""
+    ids: dict[Json, list[Json]] = {}
+    entries: dict[Json, list[Json]] = {}
+    for chunk in as_objects(chunks):
+        if chunk.get("prompt_token_ids") is not None:
+            answer.setdefault("prompt_token_ids", chunk["prompt_token_ids"])
+        for choice in as_objects(chunk.get("choices")):
+            at = integer(choice.get("index"))
+            ids.setdefault(at, []).extend(as_list(choice.get("token_ids")))
+            entries.setdefault(at, []).extend(as_list(as_object(choice.get("logprobs")).get("content")))
+    for choice in as_objects(answer.get("choices")):
+        at = integer(choice.get("index"))
+        if ids.get(at) and choice.get("token_ids") is None:
+            choice["token_ids"] = ids[at]
+        if entries.get(at) and choice.get("logprobs") is None:
+            choice["logprobs"] = {"content": entries[at]}
+
+
 def _is_chunk(answer: Mapping[str, Json]) -> bool:
     return str(answer.get("object", "")).endswith(".chunk")
 

@@ -4,27 +4,32 @@ from typing import Final
 
 from spanmill import semconv as sc
 from spanmill.adapters.dialects import genai
+from spanmill.adapters.dialects.litellm import literal
 from spanmill.adapters.flattened import flat_answers, flat_prompt, flat_tools
 from spanmill.adapters.messages import as_list, as_object, as_objects, unflatten_object
 from spanmill.adapters.raw import apply_parameters, entries, is_answer, read_answer
 from spanmill.adapters.shapes import conversation, tool_definitions
 from spanmill.adapters.values import Fault, identifier, parse_json, text, token_ids
-from spanmill.triplets.records import Attributes, Call, Json, Logprobs, Span, TokenIds
+from spanmill.triplets.records import Attributes, Call, Json, Logprobs, Span, TokenIds, Value
 
-PROMPT_IDS: Final = "prompt_token_ids"
-RESPONSE_IDS: Final = "response_token_ids"
+PROMPT_TOKENS: Final = "prompt_token_ids"
+RESPONSE_TOKENS: Final = "response_token_ids"
 LOGPROBS: Final = "logprobs.content"
 REQUEST_TYPE: Final = "gen_ai.request.type"
 FUNCTIONS: Final = "gen_ai.request.functions."
 INPUT: Final = "agentlightning.operation.input."
 OUTPUT: Final = "agentlightning.operation.output."
+HEADERS: Final = "metadata.requester_custom_headers"
+ROLLOUT_HEADER: Final = "x-rollout-id"
+ATTEMPT_HEADER: Final = "x-attempt-id"
+RESPONSE_IDS: Final = (OUTPUT + "id",)
 WEAVE: Final = (OUTPUT + "choices.", OUTPUT + "prompt_token_ids", OUTPUT + "response_token_ids")
 
 
 def recognises(span: Span) -> bool:
     """Its own names for ids, or a flattened chat of a process that Agent Lightning runs."""
     a = span.attributes
-    if RESPONSE_IDS in a or LOGPROBS in a or (PROMPT_IDS in a and sc.GEN_AI_REQUEST_MODEL in a):
+    if RESPONSE_TOKENS in a or LOGPROBS in a or (PROMPT_TOKENS in a and sc.GEN_AI_REQUEST_MODEL in a):
         return True
     if _is_weave(a):
         return True
@@ -40,6 +45,19 @@ def read(span: Span) -> list[Call]:
     return _read_weave(span) if _is_weave(span.attributes) else _read_agentops(span)
 
 
+def proxied(attributes: Attributes) -> tuple[str, Value] | None:
+    """(rollout id, attempt) from the headers of a request to its LiteLLM proxy, which LiteLLM writes as a literal."""
+    raw = attributes.get(HEADERS)
+    if not isinstance(raw, str) or ROLLOUT_HEADER not in raw.lower():
+        return None
+    try:
+        headers = {k.lower(): v for k, v in as_object(literal(raw)).items()}
+    except ValueError:
+        return None
+    rollout_id = identifier(headers.get(ROLLOUT_HEADER))
+    return None if rollout_id is None else (rollout_id, headers.get(ATTEMPT_HEADER))
+
+
 def _read_agentops(span: Span) -> list[Call]:
     a = span.attributes
     content = genai.content_of(span)
@@ -50,8 +68,8 @@ def _read_agentops(span: Span) -> list[Call]:
             content.answers.append(said)
             content.reasons.append(reason)
     calls = genai.read_as(span, "agentlightning", content)
-    prompt = token_ids(a.get(PROMPT_IDS), PROMPT_IDS, foreign=True)
-    response = token_ids(a.get(RESPONSE_IDS), RESPONSE_IDS, foreign=True)
+    prompt = token_ids(a.get(PROMPT_TOKENS), PROMPT_TOKENS, foreign=True)
+    response = token_ids(a.get(RESPONSE_TOKENS), RESPONSE_TOKENS, foreign=True)
     probs, faults = _logprobs(a, response.ids)
     for call in calls:
         call.prompt_token_ids = prompt.ids
@@ -79,7 +97,7 @@ def _read_weave(span: Span) -> list[Call]:
     a = span.attributes
     asked, said = unflatten_object(a, INPUT), unflatten_object(a, OUTPUT)
     choices = as_objects(said.get("choices")) or [{}]
-    beside = as_list(said.get(RESPONSE_IDS))
+    beside = as_list(said.get(RESPONSE_TOKENS))
     lists = beside if beside and isinstance(beside[0], list) else [beside or None]
     for choice, own in zip(choices, lists, strict=False):
         nested = as_object(choice.get("provider_specific_fields")).get("token_ids")

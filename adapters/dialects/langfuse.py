@@ -17,6 +17,7 @@ PARAMETERS: Final = "langfuse.observation.model.parameters"
 USAGE: Final = "langfuse.observation.usage_details"
 METADATA: Final = "langfuse.observation.metadata."
 ANSWERS: Final = (OUTPUT,)
+RESPONSE_IDS: Final = (METADATA + "response_id",)
 
 
 def recognises(span: Span) -> bool:
@@ -32,7 +33,9 @@ def read(span: Span) -> list[Call]:
     asked, said = read_json(a, INPUT, damaged), read_json(a, OUTPUT, damaged)
     content = genai.content_of(span)
     body = as_object(asked)
-    content.messages = content.messages or conversation(body.get("messages", body.get("input", asked)))
+    content.messages = content.messages or conversation(
+        body.get("messages", body.get("input", asked)), body.get("instructions")
+    )
     content.tools = content.tools or tool_definitions(body.get("tools"))
     if is_answer(said):
         calls = read_answer(span, "langfuse", as_object(said))

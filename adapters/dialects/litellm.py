@@ -85,6 +85,11 @@ def _provider(attributes: Attributes) -> Iterator[tuple[str, str, Value]]:
             yield name, name.rpartition(".")[2], value
 
 
+def holds_answer(name: str) -> bool:
+    """Whether an attribute of this name is a provider's answer, or a part of it that has ids."""
+    return name.startswith(PROVIDER) and name.endswith((".choices", ".id")) and name.count(".") == 2
+
+
 def _place_ids(found: dict[str, Json]) -> None:
     """Older vLLM, and a patched one, put a list of ids per choice beside the choices."""
     ids = found.get("response_token_ids")

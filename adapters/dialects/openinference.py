@@ -24,6 +24,10 @@ OUTPUT: Final = "output.value"
 INPUT_MESSAGES: Final = "llm.input_messages."
 OUTPUT_MESSAGES: Final = "llm.output_messages."
 PARAMETERS: Final = "llm.invocation_parameters"
+REASONING: Final = "metadata.reasoning_content"
+"""Harbor's ATIF converter writes OpenInference: texts, the reasoning apart from them, no ids."""
+ANSWERS: Final = (OUTPUT,)
+RESPONSE_IDS: Final = ("llm.response.id",)
 
 
 def recognises(span: Span) -> bool:
@@ -43,7 +47,7 @@ def read(span: Span) -> list[Call]:
     else:
         calls = _from_attributes(span, is_response="input" in body)
     parameters, _ = _json(a, PARAMETERS)
-    messages = _messages(a, body)
+    messages = _messages(a, body) or (conversation(request) if isinstance(request, list) else None)
     tools = tool_definitions(body.get("tools")) or _tools(a)
     found, hidden = has_media(messages)
     for call in calls:
@@ -90,6 +94,14 @@ def _from_attributes(span: Span, *, is_response: bool) -> list[Call]:
     if not answers:
         texts = (as_object(c.get("completion")).get("text") for c in unflatten(a, "llm.choices."))
         answers = [answer(t) for t in texts]
+    said_plainly = text(a.get(OUTPUT))
+    if not answers and said_plainly and said_plainly[:1] not in "{[":
+        answers = [answer(said_plainly)]
+    reasoning = text(a.get(REASONING))
+    if reasoning and len(answers) <= 1:
+        answers = [
+            {"role": "assistant", "content": None, **((answers or [None])[0] or {}), "reasoning_content": reasoning}
+        ]
     return [
         Call(
             span=span,
@@ -98,11 +110,11 @@ def _from_attributes(span: Span, *, is_response: bool) -> list[Call]:
             choice=choice,
             choices=max(1, len(answers)),
             response_id=identifier(a.get("llm.response.id")),
-            tool_call_ids=tool_call_ids(answer),
+            tool_call_ids=tool_call_ids(message),
             finish_reason=finish_word(a.get("llm.finish_reason")),
-            response=answer,
+            response=message,
         )
-        for choice, answer in enumerate(answers or [None])
+        for choice, message in enumerate(answers or [None])
     ]
 
 

@@ -9,6 +9,7 @@ from spanmill.triplets.records import Call, Span
 
 RID: Final = "rid"
 CACHED: Final = "gen_ai.usage.cached_tokens"
+RESPONSE_IDS: Final = (RID,)
 
 
 def recognises(span: Span) -> bool:

@@ -21,6 +21,7 @@ USAGE: Final = (
     ("ai.usage.completionTokens", "ai.usage.outputTokens"),
 )
 ANSWERS: Final = (TOOL_CALLS,)
+RESPONSE_IDS: Final = (ID,)
 
 
 def recognises(span: Span) -> bool:
@@ -34,7 +35,8 @@ def read(span: Span) -> list[Call]:
     a = span.attributes
     content = genai.content_of(span)
     damaged: list[str] = []
-    content.messages = conversation(read_json(a, MESSAGES, damaged)) or content.messages
+    asked = [{**m, "parts": m.get("content")} for m in as_objects(read_json(a, MESSAGES, damaged))]
+    content.messages = conversation(asked) or content.messages
     if not content.answers:
         content.answers = [_answer(a, damaged)]
     tools = a.get(TOOLS)
@@ -67,4 +69,4 @@ def _answer(attributes: Attributes, damaged: list[str]) -> dict[str, Json] | Non
     blocks: list[Json] = [{"type": "reasoning", "text": thought}] if thought else []
     blocks += [{"type": "text", "text": said}] if said else []
     blocks += [{**c, "type": "tool-call"} for c in calls]
-    return answer({"role": "assistant", "content": blocks}) if blocks else None
+    return answer({"role": "assistant", "parts": blocks}) if blocks else None
