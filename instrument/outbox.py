@@ -28,6 +28,9 @@ SENDS: Final = 3
 
 RESEND_DELAY_S: Final = 1.0
 CLOSE_S: Final = 0.5
+FORK_S: Final = 1.0
+"""How long a fork may wait for a request under way: a child that is forked within one may never get gRPC to work."""
+
 UNDELIVERED: Final = "undelivered"
 """The kind under which the one warning about a collector that cannot be reached is given."""
 
@@ -64,12 +67,29 @@ class Outbox:
         self._thread: threading.Thread | None = None
         self._exporter: SpanExporter | None = None
         self._ready = threading.Event()
+        self._exporting = threading.Lock()
+        self._forked_within = -1
+        self._held = False
         self._error: Exception | None = None
         self.emitted = 0
         self.dropped = 0
         self.failed = 0
 
-    def after_fork(self) -> None:
+    def before_fork(self, timeout_s: float) -> None:
+        """Before a fork: wait for an import or a request under way, which would leave the child with half of it."""
+        self.make_ready(timeout_s)
+        stuck = self._forked_within == self._done  # an earlier fork waited for this request already
+        self._held = self._exporting.acquire(timeout=0 if stuck else FORK_S)
+        if not self._held:
+            self._forked_within = self._done
+
+    def after_fork_in_parent(self) -> None:
+        """Go on sending."""
+        if self._held:
+            self._held = False
+            self._exporting.release()
+
+    def after_fork_in_child(self) -> None:
         """In a forked child: the parent sends what was queued, the child starts empty, with a connection of its own."""
         self._abandoned.append(self._exporter)  # closing it here would act on the parent's sockets
         self._reset()
@@ -110,9 +130,13 @@ class Outbox:
             self._changed.notify_all()
 
     def make_ready(self, timeout_s: float) -> None:
-        """If spans are on their way, have an exporter for them: as Python shuts down, one can no longer be imported."""
-        self.hurry()
-        if self._thread is not None:
+        """If spans are on their way, have an exporter for them.
+
+        As Python shuts down, one can no longer be imported, and a process that forks within the import leaves its child
+        with half a module.
+        """
+        if self._thread is not None and not self._ready.is_set():
+            self.hurry()
             self._ready.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
@@ -198,7 +222,8 @@ class Outbox:
                 self._exporter = self._make_exporter()
                 _silence(self._exporter)
             self._ready.set()
-            return self._exporter.export(spans) is SpanExportResult.SUCCESS
+            with self._exporting:
+                return self._exporter.export(spans) is SpanExportResult.SUCCESS
         except Exception as error:
             self._ready.set()
             self._error = error

@@ -171,7 +171,9 @@ def _pipeline() -> _Pipeline:
                 before_shutdown = getattr(threading, "_register_atexit", None)  # as concurrent.futures ends its threads
                 if before_shutdown is not None:
                     before_shutdown(_make_ready)
-                os.register_at_fork(after_in_child=_after_fork)
+                os.register_at_fork(
+                    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+                )
     return _made
 
 
@@ -279,13 +281,23 @@ def _make_ready() -> None:
         _made.outbox.make_ready(exit_timeout_s())
 
 
-def _after_fork() -> None:
+def _before_fork() -> None:
+    if _made is not None:
+        _made.outbox.before_fork(exit_timeout_s())
+
+
+def _after_fork_in_parent() -> None:
+    if _made is not None:
+        _made.outbox.after_fork_in_parent()
+
+
+def _after_fork_in_child() -> None:
     global _making
     _making = threading.Lock()
     forget_reports()
     if _made is not None:
         _made.child_end_is_hooked = False
-        _made.outbox.after_fork()
+        _made.outbox.after_fork_in_child()
 
 
 def _hook_sigterm() -> None:

@@ -89,7 +89,7 @@ class Rollout:
         reward(value, name=name, call_id=call_id, rollout_id=own.rollout_id, attempt=own.attempt, context=self._context)
 
     def __enter__(self) -> "Rollout":
-        if self._token is not None:
+        if self._context is not None:
             raise RuntimeError("this rollout has begun already: call spanmill.rollout() anew for each one")
         self.identity, self._joined = _resolve(self._named, self._others)
         with guarded("rollout start"):
@@ -104,11 +104,11 @@ class Rollout:
         self._pid = os.getpid()
         self._token = attach(self._context)
         if not self._joined:
+            _open.add(self)
             now = time.time_ns()
             tracer.start_span(ROLLOUT_STARTED, self._context, attributes={ROLLOUT_STARTED: True}, start_time=now).end(
                 now
             )
-            _open.add(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

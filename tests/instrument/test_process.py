@@ -137,6 +137,32 @@ def test_a_forked_child_sends_its_own_and_only_its_own(grpc_sink: Sink, start: S
     assert [("child", "succeeded"), ("parent", "succeeded")] == ended(grpc_sink)
 
 
+FORK_AT_ONCE = """
+import os, sys
+from spanmill.instrument import reward
+children = []
+for number in range(5):
+    reward(number)
+    pid = os.fork()
+    if pid == 0:
+        reward(100 + number)
+        sys.exit(0)
+    children.append(pid)
+sys.exit(max(os.waitpid(pid, 0)[1] for pid in children))
+"""
+
+
+@pytest.mark.parametrize("sink_name", ["grpc_sink", "http_sink"])
+def test_a_fork_while_the_first_spans_are_sent(sink_name: str, start: Start, request: pytest.FixtureRequest) -> None:
+    """A child that is forked while the exporter is imported or speaks to the collector can still send its spans."""
+    sink: Sink = request.getfixturevalue(sink_name)
+    protocol = {"grpc_sink": "grpc", "http_sink": "http/protobuf"}[sink_name]
+    environ = {ENDPOINT: sink.endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": protocol, "OTEL_BSP_SCHEDULE_DELAY": "1"}
+    assert (0, "", "") == finish(start(FORK_AT_ONCE, **environ))
+    rewards = sorted(span["attributes"]["spanmill.reward.value"] for span in sink.spans())
+    assert [0.0, 1.0, 2.0, 3.0, 4.0, 100.0, 101.0, 102.0, 103.0, 104.0] == rewards
+
+
 MULTIPROCESSING = """
 import multiprocessing, sys
 from spanmill.instrument import call, flush, reward, rollout
