@@ -86,8 +86,8 @@ def _provider(attributes: Attributes) -> Iterator[tuple[str, str, Value]]:
 
 
 def holds_answer(name: str) -> bool:
-    """Whether an attribute of this name is a provider's answer, or a part of it that has ids."""
-    return name.startswith(PROVIDER) and name.endswith((".choices", ".id")) and name.count(".") == 2
+    """Whether an attribute of this name holds a provider's choices."""
+    return name.startswith(PROVIDER) and name.endswith(".choices") and name.count(".") == 2
 
 
 def _place_ids(found: dict[str, Json]) -> None:
