@@ -7,7 +7,7 @@ committed with its rows, so that no entry is indexed twice. One process uses it 
 import math
 import sqlite3
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -16,6 +16,8 @@ from spanmill.collector.assemble import Component, RolloutKey
 from spanmill.collector.journal import Kind, Position
 from spanmill.triplets.records import Reward
 
+INDEX_NAME: Final = "index.sqlite"
+"""In the folder of the journal."""
 LOOSE: Final = ("response", "tool_call")
 """Kinds of keys that some emitters fill with a constant."""
 MOST_SHARED: Final = 16
@@ -293,12 +295,7 @@ class Index:
 
     def components_of_rollout(self, rollout_id: str) -> list[int]:
         """The components that may hold a rollout: its id is a rollout's, a conversation's or a trace's."""
-        rows = self._db.execute(
-            "SELECT component FROM traces WHERE name = ?1 UNION SELECT component FROM edges JOIN traces ON id = trace"
-            " WHERE kind IN ('rollout', 'conversation') AND value = ?1",
-            (rollout_id,),
-        )
-        return [component for (component,) in rows]
+        return _holding(self._db, rollout_id)
 
     def traces(self, component: int) -> list[str]:
         """The names of a component's traces."""
@@ -365,6 +362,15 @@ class Index:
             self._db.executemany("DELETE FROM written WHERE rollout_id = ? AND attempt = ?", list(gone))
 
 
+def _holding(db: sqlite3.Connection, rollout_id: str) -> list[int]:
+    rows = db.execute(
+        "SELECT component FROM traces WHERE name = ?1 UNION SELECT component FROM edges JOIN traces ON id = trace"
+        " WHERE kind IN ('rollout', 'conversation') AND value = ?1",
+        (rollout_id,),
+    )
+    return [component for (component,) in rows]
+
+
 def _component(row: Sequence[int]) -> Component:
     ident, traces, size, newest_ns, opened_ns, signal_ns, ended, looked_ns, until_ns, flushed = row
     return Component(
@@ -410,3 +416,16 @@ def _connected(path: Path) -> sqlite3.Connection:
     db.execute("PRAGMA synchronous = NORMAL")
     db.execute("PRAGMA cache_size = -65536")
     return db
+
+
+def unknown_rollouts(path: Path, rollout_ids: Iterable[str]) -> list[str] | None:
+    """Those of the rollouts that no indexed span names, in the order given; None if the index cannot be read.
+
+    For other processes than the one that uses the index: it is opened for reading alone, for this one question. What
+    was received in the last moments may not be indexed yet.
+    """
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1)) as db:
+            return [name for name in dict.fromkeys(rollout_ids) if not _holding(db, name)]
+    except sqlite3.Error:
+        return None

@@ -43,15 +43,20 @@ _INLINE_BYTES: Final = 1 << 18
 
 Handler = Callable[[Ingest, Request, Lease], Awaitable[Response | Answer]]
 """Answers with a response, or with the answer of a refusal."""
+Unknown = Callable[[list[str]], list[str] | None]
+"""Those of the rollouts that no span has named so far; None if that cannot be told."""
 
 
-def build_app(ingest: Ingest, routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """The application: OTLP, rewards, flush and health, and the `routes` of others."""
+def build_app(ingest: Ingest, unknown: Unknown, routes: Sequence[BaseRoute] = ()) -> Starlette:
+    """The application: OTLP, rewards, flush and health, and the `routes` of others.
+
+    A sender of rewards is told which of their rollouts are `unknown`: those rewards wait.
+    """
     handlers: dict[str, Handler] = {
         "/v1/traces": _exporter(_TRACES),
         "/v1/logs": _exporter(_LOGS),
         "/v1/metrics": _ignore,
-        "/v1/rewards": _rewards,
+        "/v1/rewards": _reward_taker(unknown),
         "/v1/flush": _flush,
     }
     own = [Route(path, _endpoint(ingest, handler), methods=["POST"]) for path, handler in handlers.items()]
@@ -139,18 +144,22 @@ async def _ignore(ingest: Ingest, request: Request, lease: Lease) -> Response | 
     return _message(media, 200, Answer().success())
 
 
-async def _rewards(ingest: Ingest, request: Request, lease: Lease) -> Response | Answer:
-    # JSON only: a web page may post other types across sites without asking first.
-    _media_type(request, [_JSON])
-    body = await _body(ingest, request, lease)
-    if isinstance(body, Answer):
-        return body
-    received_ns = time.time_ns()
-    posted = await asyncio.to_thread(rewards.parse, body, received_ns)
-    if posted:
-        await asyncio.wrap_future(ingest.journal.append_async(Kind.REWARDS, rewards.encode(posted), received_ns))
-    ingest.count("rewards", len(posted))
-    return JSONResponse({"accepted": len(posted)})
+def _reward_taker(unknown: Unknown) -> Handler:
+    async def take(ingest: Ingest, request: Request, lease: Lease) -> Response | Answer:
+        # JSON only: a web page may post other types across sites without asking first.
+        _media_type(request, [_JSON])
+        body = await _body(ingest, request, lease)
+        if isinstance(body, Answer):
+            return body
+        received_ns = time.time_ns()
+        posted = await asyncio.to_thread(rewards.parse, body, received_ns)
+        if posted:
+            await asyncio.wrap_future(ingest.journal.append_async(Kind.REWARDS, rewards.encode(posted), received_ns))
+        ingest.count("rewards", len(posted))
+        waiting = await asyncio.to_thread(unknown, [reward.rollout_id for reward in posted])
+        return JSONResponse({"accepted": len(posted)} | ({} if waiting is None else {"waiting": waiting}))
+
+    return take
 
 
 async def _flush(ingest: Ingest, request: Request, lease: Lease) -> Response | Answer:

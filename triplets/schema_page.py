@@ -1,5 +1,6 @@
 """The reference page of the schema: `python -m spanmill.triplets.schema_page > docs/reference/schema.md`."""
 
+from spanmill.triplets.flags import FLAGS
 from spanmill.triplets.schema import SCHEMA_VERSION, TABLES, TableSpec, field_text
 
 _HEAD = f"""# Schema
@@ -13,8 +14,8 @@ never null unless marked. The file metadata `spanmill.schema_version` names the 
 
 
 def schema_page() -> str:
-    """The page as Markdown: a section per table, a line per column."""
-    return "\n".join([_HEAD, *map(_section, TABLES)])
+    """The page as Markdown: a section per table, a line per column, and one of the flags."""
+    return "\n".join([_HEAD, *map(_section, TABLES), _flags()])
 
 
 def _section(table: TableSpec) -> str:
@@ -27,6 +28,12 @@ def _section(table: TableSpec) -> str:
         "|---|---|---|---|",
     ]
     lines += [f"| `{c.name}` | `{field_text(c)}` | {c.unit} | {c.meaning} |" for c in table.columns]
+    return "\n".join(lines) + "\n"
+
+
+def _flags() -> str:
+    lines = ["## flags", "", "Flags of rows, and reasons in `quarantine`.", "", "| flag | meaning |", "|---|---|"]
+    lines += [f"| `{flag}` | {meaning} |" for flag, meaning in FLAGS.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -6,9 +6,10 @@ needs when it runs: help is quick, and an install without the collector can say 
 """
 
 import inspect
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -146,6 +147,78 @@ def run(
         endpoint=endpoint,
     )
     raise typer.Exit(code)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})  # else -0.5 would be one
+def reward(
+    rollout: Annotated[str | None, typer.Argument(metavar="ROLLOUT", help="its id")] = None,
+    value: Annotated[str | None, typer.Argument(metavar="VALUE", help="a number, or true or false")] = None,
+    attempt: Annotated[int | None, typer.Option(help="the attempt that is meant; else the highest", min=0)] = None,
+    call: Annotated[str | None, typer.Option(metavar="ID", help="the call that is rewarded, else the rollout")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="of the reward; only those without one, reward and final count")
+    ] = None,
+    table: Annotated[Path | None, typer.Option("--from", help="a table of rewards instead of ROLLOUT VALUE")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="the collector's HTTP address", envvar="SPANMILL_ENDPOINT")
+    ] = None,
+) -> None:
+    """Reward a rollout, or many from a Parquet, CSV or JSON lines table, at a running `spanmill serve`."""
+    from spanmill.instrument.posted import DEFAULT_ENDPOINT, RewardFields, post_rewards, said
+
+    rewards: Iterable[RewardFields]
+    if table is None:
+        if rollout is None or value is None:
+            raise ConfigError("ROLLOUT and VALUE are missing, or --from FILE in their place")
+        fields = {"rollout_id": rollout, "value": _reward_value(value)}
+        rewards = [fields | {"attempt": attempt, "call_id": call, "name": name}]
+    elif any(given is not None for given in (rollout, value, attempt, call, name)):
+        raise ConfigError(
+            "--from FILE has all that is to be said of its rewards: leave ROLLOUT, VALUE and the rest out"
+        )
+    else:
+        rewards = _table_rewards(table)
+    print(said(post_rewards(rewards, endpoint or DEFAULT_ENDPOINT)))
+
+
+def _reward_value(text: str) -> float:
+    if text.lower() in ("true", "false"):
+        return float(text.lower() == "true")
+    try:
+        number = float(text)
+    except ValueError:
+        raise ConfigError(f"VALUE is {text!r}: expected a number, or true or false") from None
+    if not math.isfinite(number):
+        raise ConfigError(f"VALUE is {text}: a reward is a finite number; nothing was sent")
+    return number
+
+
+def _table_rewards(table: Path) -> Iterator[dict[str, Any]]:
+    """The rewards of a table as they are posted; says how many of them cannot count."""
+    from spanmill.collector.inputs import read_rewards
+
+    odd = 0
+    for row in read_rewards(table):
+        odd += not math.isfinite(row.value)
+        name = row.name or None
+        found = {"rollout_id": row.rollout_id, "value": row.value, "attempt": row.attempt}
+        yield found | {"call_id": row.call_id, "name": name}
+    if odd:
+        print(f"spanmill: {odd} values are NaN or infinite: quarantined as nonfinite_reward", file=sys.stderr)
+
+
+@app.command()
+def show(
+    dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="folder of a dataset")],
+    rollout: Annotated[
+        str | None, typer.Argument(metavar="[ROLLOUT]", help="its id, or the beginning of it", show_default=False)
+    ] = None,
+    attempt: Annotated[int | None, typer.Option(help="only this attempt", min=0)] = None,
+) -> None:
+    """Show the rollouts of a dataset, or one rollout as a tree and as tokens."""
+    from spanmill.collector.show import show
+
+    show(dataset, rollout, attempt)
 
 
 @app.command()

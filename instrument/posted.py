@@ -1,0 +1,98 @@
+"""Rewards posted to a collector over HTTP, and what it says became of them."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from http.client import HTTPException
+from itertools import islice
+from typing import Any, Final, NamedTuple, cast
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
+
+from spanmill.errors import CollectorError
+from spanmill.instrument.exporters import with_scheme
+
+DEFAULT_ENDPOINT: Final = "http://127.0.0.1:4318"
+TIMEOUT_S: Final = 30.0
+_BATCH: Final = 10_000
+"""Rewards in one request: far below what a collector takes at once."""
+
+_SHOWN: Final = 5
+
+RewardFields = Mapping[str, Any]
+"""`rollout_id`, `value` and, where they are known, `attempt`, `call_id` and `name`."""
+
+
+class Posted(NamedTuple):
+    """What became of rewards."""
+
+    stored: int
+    """How many are on the collector's disk: all that were given."""
+    waiting: tuple[str, ...] | None
+    """Rollouts that the collector has not seen so far, for which their rewards wait; None if it cannot tell."""
+
+
+def post_rewards(rewards: Iterable[RewardFields], endpoint: str = DEFAULT_ENDPOINT) -> Posted:
+    """Post rewards to a collector's HTTP address, as of the command line, and return once all are stored.
+
+    Raises CollectorError if it cannot be reached, does not answer in time or refuses them; those before may be stored.
+    """
+    base = with_scheme(endpoint).rstrip("/").removesuffix("/v1/traces").removesuffix("/v1/rewards")
+    stored, waiting, told = 0, dict[str, None](), True
+    for batch in _batches(rewards):
+        answer = _post(f"{base}/v1/rewards", json.dumps(batch).encode())
+        stored += cast("int", answer["accepted"])
+        told = told and "waiting" in answer
+        waiting |= dict.fromkeys(cast("list[str]", answer.get("waiting", [])))
+    return Posted(stored, tuple(waiting) if told else None)
+
+
+def said(posted: Posted) -> str:
+    """What became of the rewards, in a sentence."""
+    many = posted.stored != 1
+    text = f"{posted.stored} reward{'s' if many else ''} stored"
+    if not posted.waiting:
+        return text
+    names = [name if name.isprintable() else repr(name) for name in posted.waiting[:_SHOWN]]
+    more = len(posted.waiting) - len(names)
+    which = ", ".join(names) + (f" and {more} more" if more else "")
+    if not many:
+        return f"{text}; it waits for rollout {which}, which the collector has not seen yet"
+    return f"{text}; those for {which} wait: the collector has not seen such rollouts yet"
+
+
+def _batches(rewards: Iterable[RewardFields]) -> Iterator[list[dict[str, Any]]]:
+    fields = ({name: value for name, value in reward.items() if value is not None} for reward in rewards)
+    ours = ({**reward, "source": "cli"} for reward in fields)
+    while batch := list(islice(ours, _BATCH)):
+        yield batch
+
+
+def _post(url: str, body: bytes) -> dict[str, Any]:
+    request = Request(url, body, {"Content-Type": "application/json"})
+    opener = build_opener(ProxyHandler({})) if "//127.0.0.1" in url or "//localhost" in url else build_opener()
+    try:
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
+            found = json.loads(answer.read())
+    except HTTPError as error:
+        raise CollectorError(f"the collector at {url} refuses the rewards: {error.code} {_reason(error)}") from error
+    except TimeoutError as error:
+        raise CollectorError(f"the collector at {url} does not answer within {TIMEOUT_S:g} s") from error
+    except (HTTPException, ValueError) as error:
+        raise CollectorError(f"{url} is no HTTP address of a collector; `spanmill serve` prints it as http=") from error
+    except OSError as error:
+        cause = getattr(error, "reason", error)
+        if isinstance(cause, TimeoutError):
+            raise CollectorError(f"the collector at {url} does not answer within {TIMEOUT_S:g} s") from error
+        why = getattr(cause, "strerror", None) or cause
+        raise CollectorError(f"no collector answers at {url}: {why}") from error
+    if not isinstance(found, dict) or "accepted" not in found:
+        raise CollectorError(f"{url} is no HTTP address of a collector; `spanmill serve` prints it as http=")
+    return cast("dict[str, Any]", found)
+
+
+def _reason(error: HTTPError) -> str:
+    """What the collector said, else what HTTP calls it."""
+    try:
+        return str(json.loads(error.read())["message"])
+    except (ValueError, TypeError, KeyError, OSError):
+        return error.reason
