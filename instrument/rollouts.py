@@ -182,8 +182,8 @@ def rollout(
     Without an id it is the process's own rollout where the environment names one (`SPANMILL_ROLLOUT_ID`, as
     `spanmill run` sets it, or `spanmill.rollout.id` in `OTEL_RESOURCE_ATTRIBUTES`) and no other rollout is around it;
     else a new one with a random id. Under `spanmill run` the process's own rollout is announced and ended by the
-    command: the block adds a status only if it raises or sets one. A rollout inside a rollout is a rollout of its own,
-    and nothing is inherited but its place in the trace.
+    command, whose exit code has the last word: the block adds a status only if it raises or sets one. A rollout inside
+    a rollout is a rollout of its own, and nothing is inherited but its place in the trace.
 
     The status is succeeded, failed if an exception leaves the block, cancelled if that is a cancellation, Ctrl-C or
     the closing of a generator; the exception goes on. Raises TypeError or ValueError, here and only here, for an id or
