@@ -204,7 +204,9 @@ def _table_rewards(table: Path) -> Iterator[dict[str, Any]]:
         found = {"rollout_id": row.rollout_id, "value": row.value, "attempt": row.attempt}
         yield found | {"call_id": row.call_id, "name": name}
     if odd:
-        print(f"spanmill: {odd} values are NaN or infinite: quarantined as nonfinite_reward", file=sys.stderr)
+        counted = "1 of the values is" if odd == 1 else f"{odd} of the values are"
+        told = f"{counted} NaN or infinite and counts nowhere: quarantined as nonfinite_reward"
+        print(f"spanmill: {told}", file=sys.stderr)
 
 
 @app.command()

@@ -126,7 +126,7 @@ def test_one_rollout_is_shown_in_full(dataset: Path) -> None:
         "  37 tokens sampled = 35 trained + 2 masked + 0 superseded + 0 quarantined",
         "final reward 0.5",
         " name   value  call  from",
-        " ─────────────────────────",
+        " ────────────────────────",
         " -      0.5    c1    span",
         " speed  3      -     http",
         "calls",
