@@ -22,8 +22,8 @@ from spanmill.instrument.vllm.policy import named_version
 
 _skipping: ContextVar[bool] = ContextVar("spanmill_vllm_skip", default=False)
 
-BEAM_LEG: Final = re.compile(r".*-[0-9a-f]+-beam-\d+", re.DOTALL)
-"""The request id of one step of one beam."""
+BEAM_LEG: Final = re.compile(r".*-[0-9a-f]+-beam-\d+|beam_search-[0-9a-f]+-\d+", re.DOTALL)
+"""The request id of one step of one beam; the second form is that of vLLM 0.11."""
 
 POSITIONAL: Final = ("prompt", "sampling_params", "request_id")
 
@@ -45,11 +45,10 @@ def generate(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kw
         given = dict(zip(POSITIONAL, args, strict=False)) | kwargs
         generation = begin(engine, given["prompt"], given["sampling_params"], given["request_id"], kwargs)
         if generation is not None and generation.adds_logprobs:
-            asking = with_logprobs(given["sampling_params"])
-            if len(args) > 1:
-                args = (args[0], asking, *args[2:])
-            else:
-                kwargs = kwargs | {"sampling_params": asking}
+            asking = given | {"sampling_params": with_logprobs(given["sampling_params"])}
+            if hasattr(given["prompt"], "sampling_params"):
+                asking["prompt"] = _ready_made_with_logprobs(given["prompt"])
+            args, kwargs = (*(asking.pop(name) for name in POSITIONAL), *args[len(POSITIONAL) :]), asking
     outputs = wrapped(*args, **kwargs)
     return outputs if generation is None else recorded(outputs, generation)
 
@@ -86,7 +85,7 @@ def begin(engine: Any, prompt: Any, params: Any, request_id: Any, options: dict[
         prompt=prompt,
         lora_name=None if lora is None else str(lora.lora_name),
         session_id=options.get("session_id") or None,
-        adds_logprobs=_can_add_logprobs(prompt, params),
+        adds_logprobs=not _asks_for_logprobs(params),
         is_delta=getattr(params.output_kind, "name", "") == "DELTA",
     )
 
@@ -97,10 +96,8 @@ def _mode(config: Any) -> str | None:
     return str(getattr(mode, "value", mode))
 
 
-def _can_add_logprobs(prompt: Any, params: Any) -> bool:
-    """Whether the sampled tokens' logprobs must be asked for, and can be: a ready-made request has its own."""
-    asked = params.logprobs is not None or getattr(params, "logprob_token_ids", None)
-    return not asked and not hasattr(prompt, "sampling_params")
+def _asks_for_logprobs(params: Any) -> bool:
+    return params.logprobs is not None or bool(getattr(params, "logprob_token_ids", None))
 
 
 def with_logprobs(params: Any) -> Any:
@@ -113,6 +110,13 @@ def with_logprobs(params: Any) -> Any:
     asking.logprobs = 0
     if hasattr(asking, "flat_logprobs") and params.prompt_logprobs is None:
         asking.flat_logprobs = True
+    return asking
+
+
+def _ready_made_with_logprobs(prompt: Any) -> Any:
+    """The same for the engine's own request, which vLLM's API makes of the prompt in 0.12 to 0.16."""
+    asking = copy.copy(prompt)
+    asking.sampling_params = with_logprobs(prompt.sampling_params)
     return asking
 
 
@@ -158,6 +162,8 @@ def add_request(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
         generation = begin(engine, given["prompt"], params, given["request_id"], given)
         if generation is not None and generation.adds_logprobs:
             args, kwargs = (), given | {"params": with_logprobs(params)}
+            if hasattr(given["prompt"], "sampling_params"):
+                kwargs["prompt"] = _ready_made_with_logprobs(given["prompt"])
     added = wrapped(*args, **kwargs)
     if generation is not None:
         _running.setdefault(engine, {})[generation.request_id] = generation

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from spanmill.instrument.reports import guarded
 from spanmill.instrument.texts import MAX_TEXT, captures_text
-from spanmill.instrument.vllm.requests import Request, read_key, read_path, read_request
+from spanmill.instrument.vllm.requests import Request, inner_key, read_path, read_request
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -88,7 +88,7 @@ def _for_vllm(name: bytes, value: bytes) -> tuple[bytes, bytes]:
     if name.lower() not in (b"authorization", b"x-api-key"):
         return name, value
     scheme, space, key = value.decode("latin-1").rpartition(" ")
-    inner = read_key(key)[1]
+    inner = inner_key(key)
     return name, value if inner is None else f"{scheme}{space}{inner}".encode("latin-1")
 
 

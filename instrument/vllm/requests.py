@@ -101,7 +101,7 @@ def _identity(headers: Mapping[str, str], in_path: Identity | None) -> tuple[Ide
     if in_path is not None:
         return in_path, "path"
     for key in (_bearer(headers.get("authorization", "")), headers.get("x-api-key", "")):
-        if (found := read_key(key)[0]) is not None:
+        if (found := read_key(key)) is not None:
             return found, "api_key"
     return None, None
 
@@ -111,18 +111,24 @@ def _bearer(authorization: str) -> str:
     return key if scheme.lower() == "bearer" else ""
 
 
-def read_key(key: str) -> tuple[Identity | None, str | None]:
-    """(identity, key for vLLM) in an API key `sk-rollout-<id>[.<attempt>][:<key>]`; id percent-encoded, `.` included.
+def read_key(key: str) -> Identity | None:
+    """The identity in an API key `sk-rollout-<id>[.<attempt>][:<key>]`; the id percent-encoded, `.` included.
 
-    read_key("sk-rollout-a%2Fb.2:secret") == (Identity("a/b", 2), "secret")
+    read_key("sk-rollout-a%2Fb.2:secret") == Identity("a/b", 2)
     """
     if not key.startswith("sk-rollout-"):
-        return None, None
+        return None
     found = KEY.fullmatch(key)
     if found is None:
         report("api key", "an API key that starts with sk-rollout- names no rollout: expected sk-rollout-<id>[.<n>]")
-        return None, None
-    return _named("API key", found[1].encode(), None if found[2] is None else found[2].encode()), found[3]
+        return None
+    return _named("API key", found[1].encode(), None if found[2] is None else found[2].encode())
+
+
+def inner_key(key: str) -> str | None:
+    """The key for vLLM itself in such an API key, or None: `inner_key("sk-rollout-a:secret") == "secret"`."""
+    found = KEY.fullmatch(key)
+    return None if found is None else found[3]
 
 
 def read_path(raw_path: bytes) -> tuple[Identity | None, bytes]:

@@ -1,6 +1,7 @@
 """From a generation that has ended to spans: one for each of its choices. Runs in the sender's thread."""
 
 import json
+import os
 import re
 from base64 import b64encode
 from collections.abc import Mapping
@@ -31,6 +32,9 @@ NUMBERED: Final = {
     "/v1/chat/completions/batch": re.compile(r"(.*)_(\d+)", re.DOTALL),
 }
 """Routes that take several prompts: the engine sees the client's response id and the number of the prompt."""
+
+SERVED: Final = ("chatcmpl-", "cmpl-", "resp_")
+"""How ids begin that vLLM's own APIs give. A program that drives the engine itself often counts from 0."""
 
 FIRST_TURN: Final = {"/v1/responses": "_0"}
 """Routes that may generate several times for one response; the client's id is that of the first."""
@@ -70,6 +74,8 @@ def emit(generation: Generation) -> None:
 
 def client_id(generation: Generation) -> tuple[str, int]:
     """(the response id that the client sees, the number of this generation's first choice among the client's)."""
+    if generation.request is None and not generation.request_id.startswith(SERVED):
+        return f"{generation.request_id}-{os.urandom(8).hex()}", 0  # no other engine's request has it
     path = generation.request.path if generation.request else ""
     numbered = NUMBERED[path].fullmatch(generation.request_id) if path in NUMBERED else None
     if numbered is not None:
@@ -128,7 +134,7 @@ def _media(prompt: Any, asked: Asked) -> str | None:
 
 
 def _of_prompt(prompt: Any, name: str) -> Any:
-    return cast("Mapping[str, Any]", prompt).get(name) if isinstance(prompt, Mapping) else None
+    return cast("Mapping[str, Any]", prompt).get(name) if isinstance(prompt, Mapping) else getattr(prompt, name, None)
 
 
 def _sampled(generation: Generation, choice: Choice, response_id: str) -> Attributes:
