@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 .PHONY: demo test check bench docs
 
-demo: .venv/collector.installed
+demo: .venv/demo.installed
 	$(BIN)/python demo/demo.py
 
 test: .venv/dev.installed
