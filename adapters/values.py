@@ -196,7 +196,8 @@ def _unusable(length: int, why: str) -> Ids:
 
 
 def _in_range(ids: np.ndarray, name: str) -> Ids:
-    if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
+    # One pass: a negative id, or one too large, sets a bit from 31 upward.
+    if ids.size and int(np.bitwise_or.reduce(ids)) >> 31:
         at = int(np.flatnonzero((ids < 0) | (ids >= 2**31))[0])
         return _unusable(ids.size, f"{name}[{at}] is {int(ids[at])}")
     return Ids(ids.astype(np.int32))
