@@ -56,28 +56,27 @@ class Generation:
         """Keep what a RequestOutput of vLLM holds, and take out of it what the caller did not ask for."""
         if self.prompt_token_ids is None:
             self.prompt_token_ids = output.prompt_token_ids
-        if output.num_cached_tokens is not None:
-            self.cached_tokens = output.num_cached_tokens
         for part in output.outputs:
             choice = self.choices.get(part.index)
             if choice is None:
                 choice = self.choices[part.index] = Choice()
-            if self.is_delta:
-                choice.token_ids.append(part.token_ids)
-                choice.logprobs.append(part.logprobs)
-            else:
-                choice.token_ids = [part.token_ids]
-                choice.logprobs = [part.logprobs]
-            if part.finish_reason is not None:
-                choice.finish_reason = str(part.finish_reason)
-                choice.stop_reason = part.stop_reason
-            if (versions := getattr(part, "weight_versions", None)) is not None:
-                choice.weight_versions = versions
-            if (experts := getattr(part, "routed_experts", None)) is not None:
-                choice.routed_experts = experts
+            if not self.is_delta:
+                choice.token_ids.clear()
+                choice.logprobs.clear()
+            choice.token_ids.append(part.token_ids)
+            choice.logprobs.append(part.logprobs)
             if self.adds_logprobs:
                 part.logprobs = None
                 part.cumulative_logprob = None
+            if part.finish_reason is not None:
+                self._finish(choice, part, output)
+
+    def _finish(self, choice: Choice, part: Any, output: Any) -> None:
+        choice.finish_reason = str(part.finish_reason)
+        choice.stop_reason = part.stop_reason
+        choice.weight_versions = getattr(part, "weight_versions", None)
+        choice.routed_experts = getattr(part, "routed_experts", None)
+        self.cached_tokens = output.num_cached_tokens
 
     def end(self, error: BaseException | None = None) -> None:
         """Note how it ended. vLLM goes on with its own lists if it was cut off: take what there is now."""

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
 from spanmill.instrument import provider
-from spanmill.instrument.reports import guarded
+from spanmill.instrument.reports import guarded, report
 from spanmill.instrument.vllm import sender
 from spanmill.instrument.vllm.generation import Generation
 from spanmill.instrument.vllm.middleware import current_request
@@ -125,7 +125,10 @@ async def recorded(outputs: AsyncGenerator[Any, None], generation: Generation) -
     error = None
     try:
         async for output in outputs:
-            _take(generation, output)
+            try:
+                generation.take(output)
+            except Exception as unreadable:  # `guarded` costs more than all else here, once for each token
+                _report_unreadable(unreadable)
             yield output
     except BaseException as raised:
         error = raised
@@ -137,9 +140,9 @@ async def recorded(outputs: AsyncGenerator[Any, None], generation: Generation) -
             finish(generation, error)
 
 
-def _take(generation: Generation, output: Any) -> None:
-    with guarded("reading vLLM's output"):
-        generation.take(output)
+def _report_unreadable(error: Exception) -> None:
+    """An output of vLLM that is not what we know: what it holds is not recorded."""
+    report("vLLM output", f"an output of vLLM cannot be read, it is not recorded: {error!r}")
 
 
 def finish(generation: Generation, error: BaseException | None = None) -> None:
@@ -177,7 +180,8 @@ def step(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs
     for output in cast("list[Any]", outputs) if running else ():
         generation = running.get(str(output.request_id))
         if generation is not None:
-            _take(generation, output)
+            with guarded("reading vLLM's output"):
+                generation.take(output)
             if output.finished:
                 finish(running.pop(generation.request_id))
     return outputs
