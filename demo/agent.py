@@ -65,16 +65,16 @@ def run(client: OpenAI, question: str, tracer: Any) -> dict[str, Any]:
         message: Any = answer.choices[0].message
         if not message.tool_calls:
             return {"answer": message.content, "tools": used}
-        calls = [
-            {"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": c.function.arguments}}
-            for c in message.tool_calls
-        ]
-        messages.append({"role": "assistant", "content": message.content or "", "tool_calls": calls})
-        for call in calls:
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            with tracer.start_as_current_span(f"execute_tool {name}", attributes={"gen_ai.tool.call.id": call["id"]}):
+        asked: dict[str, Any] = {"role": "assistant", "content": message.content or "", "tool_calls": []}
+        messages.append(asked)
+        for call in message.tool_calls:
+            name, arguments = call.function.name, call.function.arguments
+            asked["tool_calls"].append(
+                {"id": call.id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            )
+            with tracer.start_as_current_span(f"execute_tool {name}", attributes={"gen_ai.tool.call.id": call.id}):
                 result = TOOLS[name](**json.loads(arguments))
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
             used.append(name)
     raise RuntimeError(f"no answer within {MOST_TURNS} turns")
 

@@ -21,7 +21,6 @@ def answers() -> Iterator[dict[str, Any]]:
     """Every answered conversation, in the order in which the engine began to answer."""
     sys.path.insert(0, str(CONFORMANCE))
     from replay import read_requests
-
     from spanmill.collector.decode import decode_traces
 
     found: dict[str, dict[str, Any]] = {}

@@ -1,5 +1,7 @@
 import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +54,11 @@ def test_what_was_not_recorded_is_an_error(changed: dict[str, Any], path: str, s
     request = {"messages": LINES[0]["messages"], "tools": LINES[0]["tools"], **changed}
     expected = {"error": {"message": says, "type": "invalid_request_error"}}
     assert (status, expected) == reply(request, path)
+
+
+@pytest.mark.slow
+def test_demo_passes_its_own_check() -> None:
+    """`demo/demo.py` runs four agents, shows their rows, and finds them equal to what the engine logged."""
+    done = subprocess.run([sys.executable, DEMO / "demo.py"], capture_output=True, text=True, timeout=300)
+    last = "Checked: every token id, log probability, mask and reward is what it should be."
+    assert (0, last, "") == (done.returncode, done.stdout.splitlines()[-1], done.stderr)
