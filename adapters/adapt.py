@@ -19,7 +19,7 @@ from spanmill.adapters.options import DEFAULTS, Options
 from spanmill.adapters.order import number_turns
 from spanmill.adapters.rewards import Seen, given, judge, rewards_in
 from spanmill.adapters.spans import Tree
-from spanmill.adapters.values import dump_json
+from spanmill.adapters.values import dump_json, text
 from spanmill.triplets.records import Json, PolicyRun, Quarantined, Reward, Rollout, Span, Triplet, received_at
 from spanmill.triplets.span_json import span_json
 
@@ -185,20 +185,12 @@ def _order(kept: list[Joined], options: Options) -> tuple[list[Joined], dict[int
 
 def _status(spans: list[Span]) -> tuple[str, bool]:
     """(status, whether the rollout reported its end). Of several reports the newest terminal one counts."""
-    reports = [
-        (
-            s.attributes[sc.ROLLOUT_STATUS] in TERMINAL,
-            max(s.end_ns, s.start_ns),
-            s.span_id,
-            s.attributes[sc.ROLLOUT_STATUS],
-        )
-        for s in spans
-        if sc.ROLLOUT_STATUS in s.attributes
-    ]
+    told = [(text(s.attributes[sc.ROLLOUT_STATUS]) or "", s) for s in spans if sc.ROLLOUT_STATUS in s.attributes]
+    reports = [(status in TERMINAL, max(s.end_ns, s.start_ns), s.span_id, status) for status, s in told]
     if not reports:
         return "unknown", False
     terminal, _, _, status = max(reports, key=lambda r: r[:3])
-    return (str(status) if terminal else "unknown"), True
+    return (status if terminal else "unknown"), True
 
 
 def _has_root(spans: list[Span], identity_source: str) -> bool:

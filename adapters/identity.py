@@ -56,7 +56,8 @@ T = TypeVar("T", Identity, str)
 
 def _read(rollout_id: str, source: str, places: tuple[Attributes, ...], carrier: int = 0) -> Identity:
     def first(name: str) -> Value:
-        return next((p[name] for p in places if p.get(name) not in (None, "")), None)
+        said = (p.get(name) for p in places)
+        return next((v for v in said if v is not None and not (isinstance(v, str) and not v)), None)
 
     attempt = integer(first(sc.ROLLOUT_ATTEMPT), foreign=True)
     labels = Labels(
@@ -81,7 +82,7 @@ def _own(span: Span) -> Identity | None:
     # The resource speaks for this rollout only if it names no other.
     speaks = identifier(span.resource.get(sc.ROLLOUT_ID)) in (None, rollout_id)
     places = (span.attributes, span.resource) if speaks else (span.attributes,)
-    carrier = span.attributes.get(sc.ROLLOUT_CARRIER)
+    carrier = text(span.attributes.get(sc.ROLLOUT_CARRIER))
     if carrier is None:
         return _read(rollout_id, "span", places)
     rank = sc.CARRIERS.index(carrier) if carrier in sc.CARRIERS else len(sc.CARRIERS)

@@ -137,7 +137,7 @@ def has_media(messages: Json) -> tuple[bool, bool]:
     found = hidden = False
     for message in as_objects(messages):
         for part in as_objects(message.get("content")):
-            if part.get("type") in MEDIA_TYPES:
+            if str(part.get("type")) in MEDIA_TYPES:
                 found = True
                 hidden = hidden or not _has_payload(part)
     return found, hidden

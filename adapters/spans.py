@@ -7,7 +7,8 @@ from typing import Final
 import numpy as np
 
 from spanmill import semconv as sc
-from spanmill.triplets.records import Attributes, Event, Span, Value
+from spanmill.adapters.values import clean
+from spanmill.triplets.records import Attributes, Event, Json, Span, Value
 
 CONTAINER_OPERATIONS: Final = frozenset(
     {
@@ -127,8 +128,13 @@ def _completeness(span: Span) -> tuple[bool, int, int, str]:
 
 
 def _digest(span: Span) -> str:
-    attributes = sorted((k, v.tolist() if isinstance(v, np.ndarray) else v) for k, v in span.attributes.items())
-    return repr((span.start_ns, span.end_ns, span.name, span.parent_id, span.status_message, attributes, span.body))
+    events = [(e.name, e.time_ns, _items(e.attributes)) for e in span.events]
+    told = (span.start_ns, span.end_ns, span.name, span.parent_id, span.kind, span.status_message, len(span.links))
+    return repr((told, _items(span.attributes), _items(span.resource), events, clean(span.body)))
+
+
+def _items(attributes: Attributes) -> list[tuple[str, Json]]:
+    return sorted((name, repr(clean(value))) for name, value in attributes.items())
 
 
 class Tree:
@@ -163,7 +169,8 @@ class Tree:
         """Let a log record be read like an event of its span."""
         span = self._by_id.get((log.trace_id, log.parent_id))
         if span is not None:
-            attributes: Mapping[str, Value] = {**log.attributes, "body": log.body} if log.body else log.attributes
+            # The body tells it from an event of the span's own, so it stands there even if the record has none.
+            attributes: Mapping[str, Value] = {**log.attributes, "body": log.body}
             event = Event(log.name, log.start_ns, attributes)
             self._by_id[span.trace_id, span.span_id] = replace(span, events=(*span.events, event))
 

@@ -1,9 +1,10 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-
 from rows_of import rollouts_of, rows_of
+
 from spanmill.triplets.records import Rollout
 
 RECORDED = Path(__file__).parents[2] / "conformance" / "recorded" / "agentlightning"
@@ -60,7 +61,7 @@ def test_call_with_logprobs_is_trained() -> None:
         "flags": [],
     }
     assert wanted == {name: row[name] for name in wanted}
-    assert [-0.05, -0.15, -0.25] == pytest.approx(row["response_logprobs"])
+    assert np.array([-0.05, -0.15, -0.25], np.float32).tolist() == row["response_logprobs"]
     assert (1.0, 3) == (rollout.reward, rollout.tokens_trained)
 
 

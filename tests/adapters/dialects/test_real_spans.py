@@ -2,8 +2,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from rows_of import rows_of, spans_of
+
 from spanmill.adapters.dialects import READERS, read
 from spanmill.adapters.keys import keys
 
@@ -22,7 +22,7 @@ def test_real_spans_become_these_rows(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_index_knows_every_id_that_a_reader_reads(path: Path) -> None:
-    """Each response id and tool-call id of a call is among its span's keys: a missing one would tear a rollout apart."""
+    """Each response id and tool-call id of a call is among its span's keys: a missing one tears a rollout apart."""
     for span in spans_of(path):
         known = set(keys(span))
         calls = [] if span.is_log else read(span)
