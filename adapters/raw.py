@@ -144,8 +144,8 @@ def add_streamed(answer: dict[str, Json], chunks: Sequence[Json]) -> None:
     ids: dict[Json, list[Json]] = {}
     entries: dict[Json, list[Json]] = {}
     for chunk in as_objects(chunks):
-        if chunk.get("prompt_token_ids") is not None:
-            answer.setdefault("prompt_token_ids", chunk["prompt_token_ids"])
+        if answer.get("prompt_token_ids") is None:
+            answer["prompt_token_ids"] = chunk.get("prompt_token_ids")
         for choice in as_objects(chunk.get("choices")):
             at = integer(choice.get("index"))
             ids.setdefault(at, []).extend(as_list(choice.get("token_ids")))

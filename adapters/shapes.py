@@ -70,6 +70,7 @@ def answer(message: Json) -> dict[str, Json] | None:
     for more in made[1:]:
         _extend(whole, more)
     whole["role"] = text(whole.get("role")) or "assistant"
+    whole.pop("finish_reason", None)
     return whole if len(whole) > 2 or whole.get("content") not in (None, "") else None
 
 
