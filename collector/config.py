@@ -16,10 +16,14 @@ from spanmill.errors import ConfigError
 
 Merge = Literal["prefix", "none", "realign"]
 
+LogFormat = Literal["text", "json"]
+
 MERGES: Final[tuple[Merge, ...]] = ("prefix", "none", "realign")
+LOG_FORMATS: Final[tuple[LogFormat, ...]] = ("text", "json")
 
 _ENVIRON_PREFIX: Final = "SPANMILL_"
 _ADDRESS: Final = re.compile(r"(?:\[([0-9a-fA-F:.]+(?:%\w+)?)\]|([^\s:\[\]/]+)):(\d{1,5})")
+_URL: Final = re.compile(r"(https?://[^\s/@?#]+(/[^\s?#]*)?|grpcs?://[^\s/@?#]+:\d{1,5}/?)")
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)")
 _SECONDS: Final = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _TRUE: Final = ("1", "true", "yes", "on")
@@ -112,6 +116,30 @@ def parse_merge(value: object) -> Merge:
     return value
 
 
+def parse_log_format(value: object) -> LogFormat:
+    """How messages look."""
+    if value not in LOG_FORMATS:
+        raise ValueError(f"one of {', '.join(LOG_FORMATS)}")
+    return value
+
+
+def parse_gib(value: object) -> float:
+    """GiB: a number above 0, such as 50 or 0.5."""
+    if isinstance(value, str) and re.fullmatch(r"\s*\d{1,9}(\.\d{1,9})?\s*", value):
+        value = float(value)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError("a number of GiB above 0, such as 50 or 0.5")
+    return float(value)
+
+
+def parse_url(value: object) -> str:
+    """An OTLP endpoint: http:// or https:// for HTTP, grpc:// or grpcs:// for gRPC, a host, and a port or path."""
+    url = value.strip() if isinstance(value, str) else ""
+    if not _URL.fullmatch(url):
+        raise ValueError("http://HOST:PORT, https://HOST, grpc://HOST:PORT or grpcs://HOST:PORT")
+    return url.rstrip("/")
+
+
 def about(parse: Callable[[object], object], help: str) -> Mapping[str, Any]:
     """The metadata of an option."""
     return {"help": help, "parse": parse}
@@ -181,8 +209,41 @@ class ServeConfig(RowConfig):
     max_inflight_mib: int = field(
         default=512, metadata=about(parse_count(1, 1 << 20), "how much may be received and not yet on disk")
     )
+    min_free_mib: int = field(
+        default=512, metadata=about(parse_count(0, 1 << 30), "refuse requests while the disk has less than this left")
+    )
+    journal_max_gib: float = field(
+        default=50.0, metadata=about(parse_gib, "remove the oldest of the journal above this size, once it is written")
+    )
+    journal_max_age: float = field(
+        default=7 * 86400.0,
+        metadata=about(parse_positive_duration, "write what is older as it is, and remove it from the journal"),
+    )
+    tls_cert: Path | None = field(
+        default=None, metadata=about(parse_path, "file with the certificate chain (PEM): serve over TLS")
+    )
+    tls_key: Path | None = field(default=None, metadata=about(parse_path, "file with its private key (PEM)"))
+    tls_client_ca: Path | None = field(
+        default=None, metadata=about(parse_path, "take requests only from clients with a certificate by this CA (PEM)")
+    )
+    token_file: Path | None = field(
+        default=None, metadata=about(parse_path, "file with the bearer tokens that may send, one a line")
+    )
+    forward: str | None = field(
+        default=None,
+        metadata=about(parse_url, "pass every request on to this OTLP endpoint, such as http://tempo:4318"),
+    )
+    forward_queue_mib: int = field(
+        default=256, metadata=about(parse_count(1, 1 << 20), "how much may wait to be passed on; what is more is not")
+    )
+    log_format: LogFormat = field(default="text", metadata=about(parse_log_format, "how messages look: text or json"))
 
     def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("--tls-cert", "--tls-key") if self.tls_cert else ("--tls-key", "--tls-cert")
+            raise ConfigError(f"{given} is given without {missing}: TLS needs both")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ConfigError("--tls-client-ca is given without --tls-cert and --tls-key: there is no TLS without them")
         if self.max_inflight_mib < self.max_message_mib:
             raise ConfigError(
                 f"--max-inflight-mib is {self.max_inflight_mib}, which has no room for one request of "

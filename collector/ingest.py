@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from google.protobuf.duration_pb2 import Duration
-from google.rpc.code_pb2 import INVALID_ARGUMENT, OK, RESOURCE_EXHAUSTED, UNAVAILABLE
+from google.rpc.code_pb2 import INVALID_ARGUMENT, OK, RESOURCE_EXHAUSTED, UNAUTHENTICATED, UNAVAILABLE
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
@@ -33,6 +33,20 @@ _MESSAGE_CHARACTERS: Final = 500
 """A gRPC message travels in a header."""
 
 _log = logging.getLogger(__name__)
+
+
+REFUSALS: Final = (
+    "malformed",
+    "too_large",
+    "overloaded",
+    "refused",
+    "stalled",
+    "cancelled",
+    "unauthenticated",
+    "unwritten",
+    "unforeseen",
+)
+"""Counters of requests that were not acknowledged, by reason."""
 
 
 class Answer(NamedTuple):
@@ -105,6 +119,12 @@ class Ingest:
         self.lock = threading.Lock()
         self.inflight = 0
         """Bytes received and neither on disk nor refused."""
+        self.accepted_bytes = 0
+        """Of requests that were acknowledged, decompressed."""
+        self.refusing: str | None = None
+        """Why nothing is taken at the moment, though it will be again; None if all is well."""
+        self.unready: str | None = None
+        """Why what is taken is not made into rows at the moment; None if all is well."""
         self._counts: Counter[str] = Counter()
 
     def lease(self) -> Lease:
@@ -112,8 +132,8 @@ class Ingest:
         return Lease(self)
 
     def counts(self) -> dict[str, int]:
-        """What came so far: requests, spans, log_records, rejected_spans, rewards, ignored_metrics, and requests that
-        were refused: malformed, too_large, overloaded, stalled, unwritten, unforeseen.
+        """What came so far: requests, spans, log_records, rejected_spans, rewards, ignored_metrics, and requests
+        that came to nothing: REFUSALS.
         """
         with self.lock:
             return dict(self._counts)
@@ -148,10 +168,12 @@ class Ingest:
             return checked, None
         return checked, self.journal.append_async(kind, body, time.time_ns())
 
-    def accepted(self, kind: Kind, checked: Checked) -> Answer:
-        """The answer to a request that is on disk."""
-        self.count("requests")
-        self.count("log_records" if kind in (Kind.LOGS_PROTO, Kind.LOGS_JSON) else "spans", checked.spans)
+    def accepted(self, kind: Kind, checked: Checked, size: int) -> Answer:
+        """The answer to a request of `size` bytes, decompressed, that is on disk."""
+        items = "log_records" if kind in (Kind.LOGS_PROTO, Kind.LOGS_JSON) else "spans"
+        with self.lock:
+            self._counts.update({"requests": 1, items: checked.spans})
+            self.accepted_bytes += size
         if checked.rejected == 0:
             return Answer()
         self.count("rejected_spans", checked.rejected)
@@ -163,6 +185,18 @@ class Ingest:
         self.count("too_large")
         size = self.max_message_bytes >> 20
         return Answer(RESOURCE_EXHAUSTED, f"the request has more than {size} MiB: raise --max-message-mib")
+
+    def closed(self) -> Answer | None:
+        """The answer to any request while nothing can be taken; None if one can."""
+        if self.refusing is None:
+            return None
+        self.count("refused")
+        return Answer(UNAVAILABLE, f"{self.refusing}: send it again later")
+
+    def unauthenticated(self) -> Answer:
+        """The answer to a request without a token."""
+        self.count("unauthenticated")
+        return Answer(UNAUTHENTICATED, "a bearer token is needed: Authorization: Bearer TOKEN")
 
     def overloaded(self) -> Answer:
         """The answer to a request that the byte budget has no room for."""

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.routing import BaseRoute
 
 from spanmill.collector import receive_grpc
+from spanmill.collector.access import access_of
 from spanmill.collector.config import Address, ServeConfig
 from spanmill.collector.index import INDEX_NAME, unknown_rollouts
 from spanmill.collector.ingest import Ingest
@@ -50,20 +51,23 @@ class Receiver:
 def start_receiver(config: ServeConfig, journal: JournalWriter, routes: Sequence[BaseRoute] = ()) -> Receiver:
     """Serves OTLP on `config.grpc` and `config.http`, the latter with `routes` beside its own.
 
-    Raises ListenError if an address cannot be had.
+    Raises ListenError if an address cannot be had, ConfigError if files of TLS or tokens cannot be used.
     """
+    access = access_of(config)
     ingest = Ingest(journal, config.max_message_mib << 20, config.max_inflight_mib << 20)
     listener = _listen("--http", config.http)
     try:
         # grpc says that an address cannot be had, but not why.
-        _listen("--grpc", config.grpc).close()
-        grpc, port = receive_grpc.start(ingest, config.grpc)
+        with _listen("--grpc", config.grpc) as probe:
+            grpc_host: str = probe.getsockname()[0]
+        grpc, port = receive_grpc.start(ingest, config.grpc, access)
     except ListenError:
         listener.close()
         raise
-    http_port = listener.getsockname()[1]
+    http_host, http_port = listener.getsockname()[:2]
+    access.warn_if_open([(grpc_host, config.grpc), (http_host, config.http)])
     unknown = partial(unknown_rollouts, config.journal_folder / INDEX_NAME)
-    http = HttpServer(build_app(ingest, unknown, routes), listener)
+    http = HttpServer(build_app(ingest, unknown, routes, access.tokens), listener, access.tls)
     return Receiver(ingest, grpc, config.grpc._replace(port=port), http, config.http._replace(port=http_port))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -11,16 +12,27 @@ from typing import Final
 import uvicorn
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
-from google.rpc.code_pb2 import INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED, UNAVAILABLE, UNIMPLEMENTED
+from google.rpc.code_pb2 import (
+    INVALID_ARGUMENT,
+    NOT_FOUND,
+    RESOURCE_EXHAUSTED,
+    UNAUTHENTICATED,
+    UNAVAILABLE,
+    UNIMPLEMENTED,
+)
 from google.rpc.status_pb2 import Status
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spanmill.collector import rewards
+from spanmill.collector.access import Tls, Tokens
 from spanmill.collector.compression import ENCODINGS
+from spanmill.collector.http_connection import BoundedConnection
 from spanmill.collector.ingest import RETRY_AFTER_S, Answer, Ingest, Lease
 from spanmill.collector.journal import Kind
 
@@ -32,12 +44,17 @@ _HTTP_STATUS: Final[Mapping[int, int]] = {
     INVALID_ARGUMENT: 400,
     RESOURCE_EXHAUSTED: 413,
     UNAVAILABLE: 503,
+    UNAUTHENTICATED: 401,
 }
 _CODE: Final[Mapping[int, int]] = {404: NOT_FOUND, 405: UNIMPLEMENTED}
 _UPLOAD_TIMEOUT_S: Final = 120
 """A sender that died in the middle of its request does not keep its share of the byte budget for ever."""
 _KEEP_ALIVE_S: Final = 75
 """Longer than exporters wait between two requests."""
+_MOST_CONNECTIONS: Final = 4096
+"""Further ones are answered 503, which senders take as a reason to come again."""
+_OPEN_PATHS: Final = ("/healthz", "/readyz")
+"""Need no token: they say nothing but yes or no."""
 _INLINE_BYTES: Final = 1 << 18
 """A protobuf body up to here is checked at once: the hop to a thread would cost more."""
 
@@ -47,8 +64,10 @@ Unknown = Callable[[list[str]], list[str] | None]
 """Those of the rollouts that no span has named so far; None if that cannot be told."""
 
 
-def build_app(ingest: Ingest, unknown: Unknown, routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """The application: OTLP, rewards, flush and health, and the `routes` of others.
+def build_app(
+    ingest: Ingest, unknown: Unknown, routes: Sequence[BaseRoute] = (), tokens: Tokens | None = None
+) -> Starlette:
+    """The application: OTLP, rewards, flush and health, and the `routes` of others; of `tokens`, senders need one.
 
     A sender of rewards is told which of their rollouts are `unknown`: those rewards wait.
     """
@@ -60,19 +79,43 @@ def build_app(ingest: Ingest, unknown: Unknown, routes: Sequence[BaseRoute] = ()
         "/v1/flush": _flush,
     }
     own = [Route(path, _endpoint(ingest, handler), methods=["POST"]) for path, handler in handlers.items()]
+    probes = [
+        Route("/healthz", _healthz, methods=["GET"]),
+        Route("/readyz", _readiness(ingest), methods=["GET"]),
+    ]
     return Starlette(
-        routes=[*own, Route("/healthz", _healthz, methods=["GET"]), *routes],
+        routes=[*own, *probes, *routes],
         exception_handlers={HTTPException: _http_error},
+        middleware=[Middleware(_Guard, ingest=ingest, tokens=tokens)] if tokens else [],
     )
+
+
+class _Guard:
+    """Turns away who has no token, before anything of the body is received."""
+
+    def __init__(self, app: ASGIApp, ingest: Ingest, tokens: Tokens) -> None:
+        self._app = app
+        self._ingest = ingest
+        self._tokens = tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        if request.url.path in _OPEN_PATHS or self._tokens.allow(request.headers.get("authorization")):
+            await self._app(scope, receive, send)
+            return
+        answer = self._ingest.unauthenticated()
+        # The body is not read: the connection ends here.
+        headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
+        await _error(request, _HTTP_STATUS[answer.code], answer.status(), headers)(scope, receive, send)
 
 
 class HttpServer:
     """Serves an application in a thread of its own, on a socket that listens."""
 
-    def __init__(self, app: Starlette, listener: socket.socket) -> None:
+    def __init__(self, app: Starlette, listener: socket.socket, tls: Tls | None = None) -> None:
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=BoundedConnection,
             loop="uvloop",
             ws="none",
             lifespan="off",
@@ -81,6 +124,11 @@ class HttpServer:
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
+            limit_concurrency=_MOST_CONNECTIONS,
+            ssl_certfile=tls and tls.cert,
+            ssl_keyfile=tls and str(tls.key),
+            ssl_ca_certs=tls and tls.client_ca and str(tls.client_ca),
+            ssl_cert_reqs=ssl.CERT_REQUIRED if tls and tls.client_ca else ssl.CERT_NONE,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
@@ -130,7 +178,7 @@ def _exporter(kinds: Mapping[str, Kind]) -> Handler:
             checked, stored = await asyncio.to_thread(ingest.begin, kind, body)
         if stored is not None:
             await asyncio.wrap_future(stored)
-        return _message(media, 200, ingest.accepted(kind, checked).success())
+        return _message(media, 200, ingest.accepted(kind, checked, len(body)).success())
 
     return export
 
@@ -167,6 +215,15 @@ async def _flush(ingest: Ingest, request: Request, lease: Lease) -> Response | A
     return JSONResponse({"accepted": 1}, status_code=202)
 
 
+def _readiness(ingest: Ingest) -> Callable[[Request], Awaitable[Response]]:
+    async def readyz(request: Request) -> Response:
+        """503 while requests are refused, or nothing makes rows of them; they are to be sent elsewhere if they can."""
+        reason = ingest.refusing or ingest.unready
+        return PlainTextResponse(f"{reason or 'ok'}\n", 503 if reason else 200)
+
+    return readyz
+
+
 async def _healthz(request: Request) -> Response:
     return PlainTextResponse("ok\n")
 
@@ -180,6 +237,8 @@ def _media_type(request: Request, known: Sequence[str] | Mapping[str, object]) -
 
 async def _body(ingest: Ingest, request: Request, lease: Lease) -> bytes | Answer:
     """The decompressed body, or why there is none."""
+    if (closed := ingest.closed()) is not None:
+        return closed
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity", *ENCODINGS):
         accepted = ", ".join(ENCODINGS)
