@@ -15,6 +15,7 @@ from served import QUICK, SPANMILL, Served, wait_for
 
 from spanmill.cli import main
 from spanmill.instrument import posted
+from spanmill.triplets.reader import read_quarantine
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +24,16 @@ def no_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPANMILL_ENDPOINT", raising=False)
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Generator[Served]:
-    """A running service whose dataset is `tmp_path/data`."""
-    with Served(tmp_path / "data", *QUICK) as service:
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dataset of the service; every test has rollouts of its own in it."""
+    return tmp_path_factory.mktemp("reward") / "data"
+
+
+@pytest.fixture(scope="module")
+def served(dataset: Path) -> Generator[Served]:
+    """A running service."""
+    with Served(dataset, *QUICK) as service:
         yield service
 
 
@@ -51,80 +58,70 @@ def reward_until(address: str, said: str, *arguments: str, capsys: pytest.Captur
     wait_for(post)
 
 
-def test_a_reward_reaches_the_rollout(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def wait_for_row(dataset: Path, rollout_id: str, rewards: int = 0) -> Any:
+    """(attempt, final reward, every reward) of a rollout, as soon as it is there with so many rewards."""
+
+    def row() -> Any:
+        if not any((dataset / "rollouts").glob("*.parquet")):
+            return None
+        found = rollouts(dataset, "rollout_id", "attempt", "reward", "rewards")
+        own = [(*rest, [tuple(r.values()) for r in given]) for name, *rest, given in found if name == rollout_id]
+        return next((one for one in own if len(one[-1]) >= rewards), None)
+
+    return wait_for(row)
+
+
+def test_a_reward_reaches_the_rollout(served: Served, dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is posted for a rollout that is there is stored, negative or not, and stands in its row."""
     run_rollout(served, "job/a")
     reward_until(http_address(served), "1 reward stored\n", "job/a", "-0.5", capsys=capsys)
     assert 0 == main(["reward", "job/a", "3", "--name", "speed", "--endpoint", f"http://{http_address(served)}/"])
-
-    def row() -> list[tuple[Any, ...]]:
-        found = rollouts(tmp_path / "data", "rollout_id", "reward", "rewards") if rows_in(tmp_path / "data") else []
-        return found if found and len(found[0][2]) == 2 else []
-
-    expected = [("", -0.5, None, "cli"), ("speed", 3.0, None, "cli")]
-    (found,) = wait_for(row)
-    assert ("job/a", -0.5, expected) == (found[0], found[1], [tuple(one.values()) for one in found[2]])
-
-
-def rows_in(dataset: Path) -> bool:
-    """Whether something was written."""
-    return any((dataset / "rollouts").glob("*.parquet"))
+    expected = (0, -0.5, [("", -0.5, None, "cli"), ("speed", 3.0, None, "cli")])
+    assert expected == wait_for_row(dataset, "job/a", 2)
 
 
 def test_a_reward_for_a_rollout_that_is_not_there_waits(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: Served, dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is stored, the sender is told that it waits, and once the rollout comes it has the reward."""
-    assert 0 == main(["reward", "job/b", "1", "--attempt", "2", "--endpoint", http_address(served)])
-    assert (
-        "1 reward stored; it waits for rollout job/b, which the collector has not seen yet\n" == capsys.readouterr().out
-    )
+    assert 0 == main(["reward", "job/b", "true", "--attempt", "2", "--endpoint", http_address(served)])
+    expected = "1 reward stored; it waits for rollout job/b, which the collector has not seen yet\n"
+    assert expected == capsys.readouterr().out
     run_rollout(served, "job/b", 2)
-    found = wait_for(
-        lambda: rows_in(tmp_path / "data") and rollouts(tmp_path / "data", "rollout_id", "attempt", "reward")
-    )
-    assert [("job/b", 2, 1.0)] == found
+    assert (2, 1.0, [("", 1.0, None, "cli")]) == wait_for_row(dataset, "job/b")
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
 def test_a_table_of_rewards_is_posted(
-    form: str, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    form: str, served: Served, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Tables are those of `build --rewards`; what is no number is said, and kept in quarantine once it can be."""
-    frame = pl.DataFrame({"rollout_id": ["a", "b", "a"], "value": [1.0, float("nan"), 0.5], "name": ["", None, "x"]})
+    a, b = f"{form}/a", f"{form}/b"
+    frame = pl.DataFrame({"rollout_id": [a, b, a], "value": [1.0, float("nan"), 0.5], "name": ["", None, "x"]})
     table = tmp_path / f"rewards.{form}"
     if form == "csv":
         frame.write_csv(table)
     elif form == "jsonl":
-        frame.fill_nan(None).filter(pl.col("value").is_not_null()).write_ndjson(table)
-        with table.open("a") as file:
-            file.write('{"rollout_id": "b", "value": NaN}\n')
+        table.write_text(f'{{"rollout_id": "{b}", "value": NaN}}\n' + frame[::2].write_ndjson())
     else:
         frame.write_parquet(table)
     assert 0 == main(["reward", "--from", str(table), "--endpoint", http_address(served)])
     said = capsys.readouterr()
-    assert (
-        "spanmill: 1 of the values is NaN or infinite and counts nowhere: quarantined as nonfinite_reward\n" == said.err
-    )
-    assert "3 rewards stored; those for a, b wait: the collector has not seen such rollouts yet\n" == said.out
-    run_rollout(served, "a")
-    run_rollout(served, "b")
-    found = wait_for(lambda: rows_in(tmp_path / "data") and both(tmp_path / "data"))
-    assert [("a", 1.0), ("b", None)] == found
-    assert ["nonfinite_reward"] == wait_for(lambda: reasons(tmp_path / "data"))
+    odd = "spanmill: 1 of the values is NaN or infinite and counts nowhere: quarantined as nonfinite_reward\n"
+    names = f"{b}, {a}" if form == "jsonl" else f"{a}, {b}"
+    waiting = f"3 rewards stored; those for {names} wait: the collector has not seen such rollouts yet\n"
+    assert (odd, waiting) == (said.err, said.out)
+    run_rollout(served, a)
+    run_rollout(served, b)
+    assert (0, 1.0, [("", 1.0, None, "cli"), ("x", 0.5, None, "cli")]) == wait_for_row(dataset, a)
+    assert (0, None, []) == wait_for_row(dataset, b)
+    assert ["nonfinite_reward"] == wait_for(lambda: reasons(dataset, b))
 
 
-def both(dataset: Path) -> list[tuple[Any, ...]]:
-    """The rewards of two rollouts, once both are there."""
-    found = rollouts(dataset, "rollout_id", "reward")
-    return found if len(found) == 2 else []
-
-
-def reasons(dataset: Path) -> list[str]:
-    """Why something is in quarantine."""
-    from spanmill.triplets.reader import read_quarantine
-
-    return read_quarantine(dataset).select("reason").collect()["reason"].to_list()
+def reasons(dataset: Path, rollout_id: str) -> list[str]:
+    """Why something of a rollout is in quarantine."""
+    rows = read_quarantine(dataset).filter(pl.col("rollout_id") == rollout_id).select("reason").collect()
+    return rows["reason"].to_list()
 
 
 @pytest.mark.parametrize(
