@@ -52,7 +52,7 @@ def _messages(item: Mapping[str, Json]) -> list[dict[str, Json]]:
     if calls:
         made["tool_calls"] = calls
         made["content"] = made["content"] or None
-    return chat_messages(made) or [made]
+    return chat_messages(made) if isinstance(made["content"], list) else [made]
 
 
 def _call(item: Mapping[str, Json]) -> dict[str, Json]:
@@ -62,8 +62,10 @@ def _call(item: Mapping[str, Json]) -> dict[str, Json]:
 
 def _content(value: Json) -> Json:
     """Text, or a list of content parts that stands there as JSON text."""
-    if not isinstance(value, str) or not value.startswith('[{"'):
+    if not isinstance(value, str):
         return clean(value)
+    if not value.startswith('[{"'):
+        return value
     parts = _value(value)
     return parts if all("type" in as_object(p) for p in as_list(parts)) else value
 

@@ -99,8 +99,13 @@ def unflatten(attributes: Attributes, prefix: str) -> list[dict[str, Json]]:
         if not name.startswith(prefix):
             continue
         index, _, rest = name[len(prefix) :].partition(".")
-        if _is_index(index):
-            _set(items.setdefault(int(index), {}), rest.split(".", MAX_DEPTH) if rest else [""], value)
+        if not _is_index(index):
+            continue
+        item = items.setdefault(int(index), {})
+        if "." not in rest and isinstance(value, str):
+            item[rest] = value
+        else:
+            _set(item, rest.split(".", MAX_DEPTH), value)
     return [as_object(_lists(items[i])) for i in sorted(items)]
 
 
@@ -114,7 +119,7 @@ def unflatten_object(attributes: Attributes, prefix: str) -> dict[str, Json]:
 
 
 def _is_index(step: str) -> bool:
-    return step.isascii() and step.isdigit() and len(step) < 10
+    return step.isdigit() and step.isascii() and len(step) < 10
 
 
 def _set(into: dict[str, Json], path: list[str], value: Value) -> None:
@@ -128,8 +133,9 @@ def _lists(value: Json) -> Json:
     """Objects whose keys are all numbers are lists; below the top, which stays an object."""
     if not isinstance(value, dict):
         return value
-    made = {k: _lists(v) for k, v in cast("dict[str, Json]", value).items()}
-    return [made[k] for k in sorted(made, key=int)] if made and all(_is_index(k) for k in made) else made
+    made = {k: _lists(v) if isinstance(v, dict) else v for k, v in cast("dict[str, Json]", value).items()}
+    numbered = made and _is_index(next(iter(made))) and all(map(_is_index, made))
+    return [made[k] for k in sorted(made, key=int)] if numbered else made
 
 
 def has_media(messages: Json) -> tuple[bool, bool]:

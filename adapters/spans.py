@@ -54,6 +54,7 @@ def is_container(span: Span) -> bool:
         _operation(span) in CONTAINER_OPERATIONS
         or any(k not in LLM_KINDS for k in kinds(span))
         or _is_outer(span.attributes)
+        or _is_written_on(span)
     )
 
 
@@ -68,6 +69,18 @@ def _is_outer(attributes: Attributes) -> bool:
     pending = attributes.get(sc.LOGFIRE_SPAN_TYPE)
     around = isinstance(operation, str) and not operation.endswith((".doGenerate", ".doStream"))
     return around or (isinstance(pending, str) and pending == "pending_span")
+
+
+def _is_written_on(span: Span) -> bool:
+    """Whether LiteLLM wrote its last request on a span that was open around it, an agent's say, instead of its own.
+
+    A span that is an LLM call anyway, by another instrumentation's names, stays one.
+    """
+    a = span.attributes
+    if sc.LITELLM_CALL_ID not in a and not (sc.LITELLM_HIDDEN in a and sc.LLM_REQUEST_TYPE in a):
+        return False
+    own = span.scope == "litellm" or span.name in ("litellm_request", "Received Proxy Server Request")
+    return not own and not any(name in a for name in (*KIND_ATTRIBUTES, sc.LOGFIRE_SCHEMA, sc.GEN_AI_PROVIDER))
 
 
 def agent_name(span: Span) -> str | None:

@@ -22,8 +22,7 @@ REQUEST_KEYS: Final = (
     *("max_tokens", "max_completion_tokens", "extra_body"),
 )
 REQUEST_TYPES: Final = frozenset({"completion", "acompletion", "text_completion", "atext_completion"})
-CALL_ID: Final = "litellm.call_id"
-OWN: Final = ("hidden_params", CALL_ID, "litellm.call_type")
+OWN: Final = (sc.LITELLM_HIDDEN, sc.LITELLM_CALL_ID, "litellm.call_type")
 """Names that LiteLLM alone writes on the spans of a request."""
 MAX_LITERAL: Final = 4 << 20
 """Characters of a Python literal that are parsed: parsing takes some 60 bytes a character."""
@@ -75,7 +74,7 @@ def read(span: Span) -> list[Call]:
 def _response_id(attributes: Attributes) -> str | None:
     """The server's id. A request that failed has LiteLLM's own id of the call in its place."""
     response_id = identifier(attributes.get(sc.GEN_AI_RESPONSE_ID))
-    return None if response_id == identifier(attributes.get(CALL_ID)) else response_id
+    return None if response_id == identifier(attributes.get(sc.LITELLM_CALL_ID)) else response_id
 
 
 def _provider(attributes: Attributes) -> Iterator[tuple[str, str, Value]]:

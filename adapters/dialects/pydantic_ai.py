@@ -13,7 +13,6 @@ from spanmill.triplets.records import Attributes, Call, Json, Span
 REQUEST: Final = "request_data"
 RESPONSE: Final = "response_data"
 PARAMETERS: Final = "model_request_parameters"
-SCHEMA: Final = "logfire.json_schema"
 ANSWERS: Final = (RESPONSE,)
 ANSWERED: Final = (RESPONSE, sc.GEN_AI_RESPONSE_ID, sc.GEN_AI_OUTPUT_MESSAGES, sc.GEN_AI_OUTPUT_TOKENS)
 FAILED: Final = 2
@@ -23,8 +22,8 @@ def recognises(span: Span) -> bool:
     """An inference with logfire's names beside the convention's, or a request as logfire writes it."""
     a = span.attributes
     if genai.recognises(span):
-        return any(name in a for name in (REQUEST, PARAMETERS, SCHEMA))
-    body = as_object(read_json(a, REQUEST, [])) if SCHEMA in a else {}
+        return any(name in a for name in (REQUEST, PARAMETERS, sc.LOGFIRE_SCHEMA))
+    body = as_object(read_json(a, REQUEST, [])) if sc.LOGFIRE_SCHEMA in a else {}
     return "model" in body and any(name in body for name in ("messages", "input", "prompt"))
 
 

@@ -82,7 +82,7 @@ def test_literal_is_data_within_a_bound() -> None:
 def test_litellm_writes_its_own_id_where_the_server_gave_none() -> None:
     """A failed request's response id is LiteLLM's id of the call, and so none."""
     failed: dict[str, Value] = {"gen_ai.operation.name": "chat", "gen_ai.request.model": "m", "litellm.call_id": "u"}
-    (call,) = read(span(1, {**failed, "gen_ai.response.id": "u", "hidden_params": "{}"}))
+    (call,) = read(span(1, {**failed, "gen_ai.response.id": "u", "hidden_params": "{}"}, scope="litellm"))
     assert ("litellm", None) == (call.dialect, call.response_id)
 
 
