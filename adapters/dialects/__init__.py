@@ -76,7 +76,10 @@ def read(span: Span) -> list[Call]:
         return reader.read(span)
     except Exception as e:
         name = reader.__name__.rpartition(".")[2]
-        return [Call(span, name, "text", choice=0, faults=(("unreadable_span", f"reader {name}: {e!r}"),))]
+        detail = f"reader {name}: {e!r}"
+        # Joined to an engine's span its fault no longer decides; the row then says what was not read.
+        metadata = {"unreadable_span": detail}
+        return [Call(span, name, "text", choice=0, faults=(("unreadable_span", detail),), metadata=metadata)]
 
 
 def _reader(span: Span) -> Reader | None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_spans import span
+from agent_spans import call, span
 
 from spanmill.adapters import adapt, dialects
 from spanmill.adapters.dialects import is_call, read
@@ -295,13 +295,19 @@ def test_spans_around_calls_are_no_calls(attributes: dict[str, Value]) -> None:
 # ------------------------------------------------------------------ what no reader foresaw
 
 
-def test_failing_reader_costs_its_span_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that fails against its promise: its span is quarantined with the error, other calls keep their rows."""
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader of LiteLLM's spans that fails against its promise."""
 
     def fail(_: Span) -> list[Call]:
         raise RuntimeError("unforeseen")
 
     monkeypatch.setattr(dialects.litellm, "read", fail)
+
+
+@pytest.mark.usefixtures("failing")
+def test_failing_reader_costs_its_span_alone() -> None:
+    """The span that no reader foresaw is quarantined with the error; other calls keep their rows."""
     a: dict[str, Value] = {"gen_ai.operation.name": "chat", "gen_ai.request.model": "m", "gen_ai.response.id": "r2"}
     bad = {**litellm(str).attributes, "spanmill.rollout.id": "r"}
     (rollout,) = adapt([span(1, bad), span(2, {**a, "spanmill.rollout.id": "r"}, start=50)]).rollouts
@@ -312,3 +318,15 @@ def test_failing_reader_costs_its_span_alone(monkeypatch: pytest.MonkeyPatch) ->
         quarantined.span_id,
     )
     assert (2, ["r2"]) == (rollout.num_calls, [t.call_id for t in rollout.triplets])
+
+
+@pytest.mark.usefixtures("failing")
+def test_unreadable_client_does_not_hide_behind_the_engine() -> None:
+    """Joined to the engine's span of its call, an unreadable client span leaves its error in the row's metadata."""
+    client = span(1, {**litellm(str).attributes, "spanmill.rollout.id": "r"}, end=100)
+    (rollout,) = adapt([client, call(2, [1, 2], [3], response_id="", capture="engine", parent=1, start=10)]).rollouts
+    (row,) = rollout.triplets
+    assert ({"unreadable_span": "reader litellm: RuntimeError('unforeseen')"}, True) == (
+        json.loads(row.metadata),
+        row.trainable,
+    )
