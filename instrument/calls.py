@@ -118,9 +118,13 @@ class Call:
     Whatever is recorded last for a choice counts. Recording raises nothing: what cannot be recorded is reported once.
     """
 
-    def __init__(self, request: Mapping[str, Any], operation: str) -> None:
+    def __init__(
+        self, request: Mapping[str, Any], operation: str, *, capture: str = "client", others: Attributes | None = None
+    ) -> None:
         self._request = request
         self._operation = operation
+        self._capture = capture
+        self._others = others or {}
         self._attributes: Attributes = {}
         self._choices: dict[int, Span] = {}
         self._span: Span | None = None
@@ -129,16 +133,27 @@ class Call:
         self._token: Token[Context] | None = None
 
     def __enter__(self) -> "Call":
+        context = self.begin()
+        if context is not None:
+            self._token = attach(context)
+        return self
+
+    def begin(self, around: Context | None = None) -> Context | None:
+        """Start the span under `around` (default: where the code runs) without making it the current one.
+
+        Returns the context inside the call. `end` must be called then.
+        """
         with guarded("call start"):
             self._attributes = {
-                CAPTURE: "client",
+                CAPTURE: self._capture,
                 GEN_AI_OPERATION: self._operation,
                 **request_attributes(**self._request),
+                **self._others,
             }
-            self._around = provider.ambient()
+            self._around = provider.ambient() if around is None else around
             self._span = self._start()
-            self._token = attach(trace.set_span_in_context(self._span, self._around))
-        return self
+            return trace.set_span_in_context(self._span, self._around)
+        return None
 
     def _start(self) -> Span:
         name = f"{self._operation} {self._attributes.get(GEN_AI_REQUEST_MODEL, '')}".rstrip()
@@ -249,6 +264,11 @@ class Call:
             if self._token is not None:
                 token, self._token = self._token, None
                 detach(token)
+        self.end(error)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the spans of the call: a failed one if there is an error and nothing was recorded before."""
+        with guarded("call end"):
             span, self._span = self._span, None
             if span is None:
                 return

@@ -1,0 +1,306 @@
+"""The OpenAI and Anthropic clients, as they stand, made to ask for token ids: every call becomes a span of ours.
+
+Both are made of one base client. Its `request` is wrapped to add what is missing, its `_process_response` to read the
+answer off the wire, before anything is parsed: so an answer that does not parse keeps its ids, and the program gets
+what it would have got. openai 1.x to 3.x, anthropic; sync, async, streamed, raw and parsed.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
+from contextvars import ContextVar
+from copy import copy
+from functools import cache
+from types import ModuleType
+from typing import Any, Final, cast
+from weakref import WeakSet
+
+from wrapt import register_post_import_hook, wrap_function_wrapper
+
+from spanmill.instrument import hosts, provider
+from spanmill.instrument.asking import Object, named_in, route_of
+from spanmill.instrument.exchange import Exchange
+from spanmill.instrument.reports import guarded
+from spanmill.instrument.sse import Events
+
+MODULES: Final = ("openai._base_client", "anthropic._base_client")
+EVENT_STREAM: Final = "text/event-stream"
+REFUSED: Final = (400, 422)
+"""Statuses by which a server says that it does not take a field."""
+
+SKIPPED: Final = "x-spanmill-skip"
+"""Header of a request that is not to be recorded, if it is "1"."""
+
+_current: ContextVar["Exchange | None"] = ContextVar("spanmill-exchange", default=None)
+_streaming: WeakSet[Exchange] = WeakSet()
+_patched: set[str] = set()
+
+
+def install() -> None:
+    """Patch the client libraries, now or when they are imported. Any number of times."""
+    for name in MODULES:
+        if name not in _patched:
+            _patched.add(name)
+            register_post_import_hook(_patch, name)
+    if _end_streams not in provider.on_process_end:
+        provider.on_process_end.append(_end_streams)
+
+
+def _patch(module: ModuleType) -> None:
+    with guarded(f"patching {module.__name__}"):
+        for kind, request in (("SyncAPIClient", _request), ("AsyncAPIClient", _request_async)):
+            wrap_function_wrapper(module, f"{kind}.request", request)
+            wrap_function_wrapper(module, f"{kind}._process_response", _process_response)
+
+
+def _end_streams() -> None:
+    """The process ends with streams that nobody read to their end."""
+    for left in list(_streaming):
+        left.end()
+
+
+# ------------------------------------------------------------------ the request
+
+
+class _Request:
+    """The arguments of the client's `request`, with those to call it with in their place."""
+
+    def __init__(self, client: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._args = args
+        self._kwargs = dict(kwargs)
+        self.options: Any = kwargs["options"] if "options" in kwargs else args[1]
+        self.url = str(client.base_url)
+        said = self.options.headers
+        self._headers: dict[str, Any] = dict(cast("Mapping[str, Any]", said)) if isinstance(said, Mapping) else {}
+
+    def open(self) -> Exchange | None:
+        """The exchange that this request begins; None if it does not generate or is not to be recorded."""
+        options = self.options
+        route = route_of(str(options.url).partition("?")[0])
+        body = cast("Object", options.json_data)
+        if route is None or not isinstance(options.json_data, Mapping) or self._headers.get(SKIPPED) == "1":
+            return None
+        return Exchange(route, {**body, **(options.extra_json or {})})
+
+    def with_ids(self, exchange: Exchange) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that ask for more: a copy, so that the program's own options stay as they are."""
+        exchange.ask(hosts.host(self.url).refused)
+        options = copy(self.options)
+        names = {name.lower() for name in self._headers}
+        ours = {name: value for name, value in exchange.headers().items() if name not in names}
+        options.headers = {**ours, **self._headers}
+        if exchange.added:
+            options.extra_json = {**(options.extra_json or {}), **exchange.added}
+        if "options" in self._kwargs:
+            return self._args, {**self._kwargs, "options": options}
+        return (self._args[0], options, *self._args[2:]), self._kwargs
+
+    def is_refused(self, exchange: Exchange, error: BaseException) -> bool:
+        """Whether the server refuses what was added, which it will not be asked for again."""
+        if not exchange.added or getattr(error, "status_code", None) not in REFUSED:
+            return False
+        named = named_in(f"{error} {getattr(error, 'body', '')}", exchange.added)
+        hosts.host(self.url).refused |= named
+        return bool(named)
+
+
+def _open(client: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Request, Exchange] | None:
+    with guarded("request"):
+        request = _Request(client, args, kwargs)
+        if (exchange := request.open()) is not None:
+            return request, exchange
+    return None
+
+
+def _request(wrapped: Callable[..., Any], client: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    opened = _open(client, args, kwargs)
+    if opened is None:
+        return wrapped(*args, **kwargs)
+    request, exchange = opened
+    asking = None
+    with guarded("request"):
+        gives_ids = hosts.decided(request.url)
+        if hosts.probe(request.url) if gives_ids is None else gives_ids:
+            asking = request.with_ids(exchange)
+    token = _current.set(exchange)
+    try:
+        if asking is None:
+            result = wrapped(*args, **kwargs)
+        else:
+            try:
+                result = wrapped(*asking[0], **asking[1])
+            except Exception as error:
+                if not request.is_refused(exchange, error):
+                    raise
+                exchange.added = {}
+                result = wrapped(*args, **kwargs)
+    except BaseException as error:
+        exchange.end(error)
+        raise
+    finally:
+        _current.reset(token)
+    if exchange not in _streaming:
+        exchange.end()
+    return result
+
+
+async def _request_async(
+    wrapped: Callable[..., Awaitable[Any]], client: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    opened = _open(client, args, kwargs)
+    if opened is None:
+        return await wrapped(*args, **kwargs)
+    request, exchange = opened
+    token = _current.set(exchange)
+    try:
+        asking = None
+        gives_ids = hosts.decided(request.url)
+        if gives_ids is None:
+            from anyio import to_thread  # the client's own way to wait, whatever event loop it runs in
+
+            gives_ids = await to_thread.run_sync(hosts.probe, request.url)
+        if gives_ids:
+            with guarded("request"):
+                asking = request.with_ids(exchange)
+        if asking is None:
+            result = await wrapped(*args, **kwargs)
+        else:
+            try:
+                result = await wrapped(*asking[0], **asking[1])
+            except Exception as error:
+                if not request.is_refused(exchange, error):
+                    raise
+                exchange.added = {}
+                result = await wrapped(*args, **kwargs)
+    except BaseException as error:
+        exchange.end(error)
+        raise
+    finally:
+        _current.reset(token)
+    if exchange not in _streaming:
+        exchange.end()
+    return result
+
+
+# ------------------------------------------------------------------ the answer
+
+
+def _process_response(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before the client parses the answer: record it, and put in its place what was asked for."""
+    exchange, response = _current.get(), kwargs.get("response")
+    if exchange is not None and response is not None:
+        with guarded("answer"):
+            if hasattr(response, "_content"):
+                _replace(response, exchange.whole(response.content))
+            else:
+                _watch(response, exchange)
+    return wrapped(*args, **kwargs)
+
+
+def _replace(response: Any, content: bytes) -> None:
+    if content is not response.content:
+        response._content = content
+        cast("Object", vars(response)).pop("_text", None)
+
+
+def _watch(response: Any, exchange: Exchange) -> None:
+    """Read along what comes of a response that is still open, until it ends, is closed or is thrown away."""
+    is_stream = response.headers.get("content-type", "").startswith(EVENT_STREAM)
+    response.spanmill_reading = _Reading(exchange, is_stream)
+    response.__class__ = _watched(cast("type[Any]", type(response)))
+    _streaming.add(exchange)
+
+
+@cache
+def _watched(kind: type[Any]) -> type[Any]:
+    """The class of a response, whose every way to its bytes or to its end leads past its `spanmill_reading`."""
+
+    def iter_bytes(self: Any, chunk_size: int | None = None) -> Iterator[bytes]:
+        return _read(self.spanmill_reading, kind.iter_bytes(self, chunk_size))
+
+    def aiter_bytes(self: Any, chunk_size: int | None = None) -> AsyncIterator[bytes]:
+        return _read_async(self.spanmill_reading, kind.aiter_bytes(self, chunk_size))
+
+    def close(self: Any) -> None:
+        kind.close(self)
+        self.spanmill_reading.closed()
+
+    async def aclose(self: Any) -> None:
+        await kind.aclose(self)
+        self.spanmill_reading.closed()
+
+    ours = {"iter_bytes": iter_bytes, "aiter_bytes": aiter_bytes, "close": close, "aclose": aclose}
+    return type(kind.__name__, (kind,), {**ours, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+class _Reading:
+    """The reading of one open response."""
+
+    def __init__(self, exchange: Exchange, is_stream: bool) -> None:
+        self._exchange = exchange
+        self._events = Events(exchange.event) if is_stream else None
+        self._whole = bytearray()
+        self.is_inside = False
+
+    def feed(self, data: bytes) -> bytes:
+        """The next bytes of the response in, those for the program out."""
+        if self._events is not None:
+            return self._events.feed(data)
+        self._whole += data
+        return b""
+
+    def rest(self) -> bytes:
+        """The response has come to its end."""
+        return self._events.close() if self._events is not None else self._exchange.whole(bytes(self._whole))
+
+    def closed(self) -> None:
+        """The response was closed: by the program, or by itself after its last byte, which is still to be read."""
+        if not self.is_inside:
+            self.end()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing more will be read."""
+        _streaming.discard(self._exchange)
+        self._exchange.end(error)
+
+    def __del__(self) -> None:
+        self.end()
+
+
+def _failure(error: BaseException) -> BaseException | None:
+    """What ended the reading, unless it was the program that had read enough."""
+    return None if isinstance(error, GeneratorExit) else error
+
+
+def _read(reading: _Reading, source: Iterator[bytes]) -> Generator[bytes]:
+    try:
+        while True:
+            reading.is_inside = True
+            data = next(source, None)
+            reading.is_inside = False
+            if data is None:
+                break
+            if passed := reading.feed(data):
+                yield passed
+        if passed := reading.rest():
+            yield passed
+    except BaseException as error:
+        reading.end(_failure(error))
+        raise
+    reading.end()
+
+
+async def _read_async(reading: _Reading, source: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    try:
+        while True:
+            reading.is_inside = True
+            data = await anext(source, None)
+            reading.is_inside = False
+            if data is None:
+                break
+            if passed := reading.feed(data):
+                yield passed
+        if passed := reading.rest():
+            yield passed
+    except BaseException as error:
+        reading.end(_failure(error))
+        raise
+    reading.end()

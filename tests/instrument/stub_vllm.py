@@ -1,0 +1,189 @@
+"""A model server that answers as vLLM does, for tests of clients: chat and completions, whole and streamed.
+
+What it samples depends on the number of the choice alone, so that a test knows every token. It keeps what it was sent.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+Json = dict[str, Any]
+
+PROMPT: list[int] = [1, 2, 3]
+WORDS = ("Hello", " wor", "", "ld")
+"""Texts of the sampled tokens: the third shows nothing by itself, as half a character does."""
+
+
+class Received(NamedTuple):
+    """A request."""
+
+    path: str
+    headers: dict[str, str]
+    body: Json
+
+
+def ids_of(choice: int) -> list[int]:
+    """Sampled ids of a choice."""
+    return [100 * (choice + 1) + at for at in range(len(WORDS))]
+
+
+def logprobs_of(choice: int) -> list[float]:
+    """Logprobs of a choice, exact in float32."""
+    return [-0.5 * (choice + 1) - 0.25 * at for at in range(len(WORDS))]
+
+
+class Stub:
+    """A running server, and how it behaves."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.received: list[Received] = []
+        self.probes = 0
+        self.version: Json | None = {"version": "0.32.0"}
+        """What `/version` answers; None for 404."""
+        self.unknown: tuple[str, ...] = ()
+        """Fields that are refused with 400."""
+        self.fails = 0
+        """How many requests are answered with 500 first."""
+        self.text: str | None = None
+        """The whole text of every answer, in place of `WORDS`."""
+        self.delay_s = 0.0
+        """Before each chunk but the first."""
+
+    @property
+    def sent(self) -> list[Json]:
+        """Bodies of the requests."""
+        return [request.body for request in self.received]
+
+
+def _chat_logprobs(choice: int, at: slice) -> Json:
+    entries = zip(WORDS[at], logprobs_of(choice)[at], strict=True)
+    return {"content": [{"token": w, "logprob": p, "bytes": list(w.encode()), "top_logprobs": []} for w, p in entries]}
+
+
+def _text_logprobs(choice: int, at: slice) -> Json:
+    pairs = list(zip(WORDS[at], logprobs_of(choice)[at], strict=True))
+    return {
+        "text_offset": [0] * len(pairs),
+        "token_logprobs": [p for _, p in pairs],
+        "tokens": [w for w, _ in pairs],
+        "top_logprobs": [{w: p} for w, p in pairs],
+    }
+
+
+def _choice(body: Json, choice: int, at: slice, *, chat: bool) -> Json:
+    """What of a choice both forms of an answer have."""
+    ids = body.get("return_token_ids")
+    asks = body.get("logprobs") if chat else body.get("logprobs") is not None
+    logprobs = (_chat_logprobs if chat else _text_logprobs)(choice, at) if asks else None
+    own = {} if chat else {"prompt_token_ids": PROMPT if ids and at.start == 0 else None}
+    return {"index": choice, "logprobs": logprobs, "token_ids": ids_of(choice)[at] if ids else None, **own}
+
+
+def whole(stub: Stub, body: Json, *, chat: bool) -> Json:
+    """An answer that is not streamed."""
+    text = "".join(WORDS) if stub.text is None else stub.text
+    said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    everything = slice(0, len(WORDS))
+    n = body.get("n") or 1
+    choices = [
+        {**_choice(body, c, everything, chat=chat), **said, "finish_reason": "stop", "stop_reason": None}
+        for c in range(n)
+    ]
+    ids = {"prompt_token_ids": PROMPT if body.get("return_token_ids") else None} if chat else {}
+    tokens = n * len(WORDS)
+    usage = {"prompt_tokens": len(PROMPT), "completion_tokens": tokens, "total_tokens": len(PROMPT) + tokens}
+    return {**_head(body, chat=chat), "choices": choices, "usage": usage, **ids}
+
+
+def _head(body: Json, *, chat: bool) -> Json:
+    kind = ("chat.completion.chunk" if body.get("stream") else "chat.completion") if chat else "text_completion"
+    return {"id": "chatcmpl-1" if chat else "cmpl-1", "object": kind, "created": 1, "model": body["model"]}
+
+
+def chunks(body: Json, *, chat: bool) -> Iterator[Json]:
+    """A streamed answer. Tokens that show nothing make a chunk only for who asks for ids."""
+    head, n = _head(body, chat=chat), body.get("n") or 1
+    ids = body.get("return_token_ids")
+    for c in range(n if chat else 0):
+        first = {"index": c, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        yield {**head, "choices": [first], "prompt_token_ids": PROMPT if ids else None}
+    for at, word in enumerate(WORDS):
+        for c in range(n):
+            last = at == len(WORDS) - 1
+            if chat and not word and not ids:
+                continue
+            said = {"delta": {"content": word} if word else {}} if chat else {"text": word}
+            sampled = _choice(body, c, slice(at, at + 1), chat=chat)
+            yield {**head, "choices": [{**sampled, **said, "finish_reason": "stop" if last else None}]}
+    options: Json = body.get("stream_options") or {}
+    if options.get("include_usage"):
+        tokens = n * len(WORDS)
+        usage = {"prompt_tokens": len(PROMPT), "completion_tokens": tokens, "total_tokens": len(PROMPT) + tokens}
+        yield {**head, "choices": [], "usage": usage}
+
+
+@contextmanager
+def stub_vllm() -> Generator[Stub]:
+    """A running stub."""
+    stub = Stub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            stub.probes += 1
+            self._send(404 if stub.version is None else 200, stub.version or {"detail": "Not Found"})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            stub.received.append(Received(self.path, {k.lower(): v for k, v in self.headers.items()}, body))
+            refused = [name for name in stub.unknown if name in body]
+            if refused:
+                self._send(400, {"error": {"message": f"Unrecognized request argument supplied: {refused[0]}"}})
+            elif stub.fails:
+                stub.fails -= 1
+                self._send(500, {"error": {"message": "try again"}})
+            elif body.get("stream"):
+                self._stream(chunks(body, chat=self.path.endswith("/chat/completions")))
+            else:
+                self._send(200, whole(stub, body, chat=self.path.endswith("/chat/completions")))
+
+        def _send(self, status: int, body: Json) -> None:
+            content = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def _stream(self, events: Iterator[Json]) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.close_connection = True
+            for number, event in enumerate(events):
+                if number:
+                    time.sleep(stub.delay_s)
+                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Keep the test's output clean."""
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """A client that goes away is what some tests are about."""
+
+    server = Server(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    stub.url = f"http://127.0.0.1:{server.server_port}"
+    yield stub
+    server.shutdown()
+    server.server_close()
