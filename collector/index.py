@@ -6,18 +6,18 @@ committed with its rows, so that no entry is indexed twice. One process uses it 
 
 import math
 import sqlite3
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from spanmill.collector.assemble import Component, RolloutKey
+from spanmill.collector.expired import Batch
+from spanmill.collector.index_file import holding, open_index
 from spanmill.collector.journal import Kind, Position
 from spanmill.triplets.records import Reward
 
-INDEX_NAME: Final = "index.sqlite"
-"""In the folder of the journal."""
 LOOSE: Final = ("response", "tool_call")
 """Kinds of keys that some emitters fill with a constant."""
 MOST_SHARED: Final = 16
@@ -27,24 +27,7 @@ everything. A rollout or a conversation may well have thousands of traces, so th
 Key: TypeAlias = tuple[str, str]
 """(kind, value) as `adapters.keys` gives them."""
 
-_VERSION: Final = 1
-_TABLES: Final = """
-CREATE TABLE place (segment INTEGER, offset INTEGER);
-CREATE TABLE requests (id INTEGER PRIMARY KEY, segment INTEGER, offset INTEGER);
-CREATE TABLE traces (id INTEGER PRIMARY KEY, name TEXT UNIQUE, component INTEGER);
-CREATE INDEX traces_of_component ON traces (component);
-CREATE TABLE held (trace INTEGER, request INTEGER, bytes INTEGER, PRIMARY KEY (trace, request)) WITHOUT ROWID;
-CREATE TABLE edges (kind TEXT, value TEXT, trace INTEGER, PRIMARY KEY (kind, value, trace)) WITHOUT ROWID;
-CREATE INDEX edges_of_trace ON edges (trace);
-CREATE TABLE components (id INTEGER PRIMARY KEY, traces INTEGER, bytes INTEGER, newest_ns INTEGER, opened_ns INTEGER,
-    signal_ns INTEGER, ended INTEGER, looked_ns INTEGER, until_ns INTEGER, flushed INTEGER, due_ns INTEGER);
-CREATE INDEX components_due ON components (due_ns) WHERE due_ns IS NOT NULL;
-CREATE TABLE written (rollout_id TEXT, attempt INTEGER, trace INTEGER, PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID;
-CREATE INDEX written_of_trace ON written (trace);
-CREATE TABLE rewards (id INTEGER PRIMARY KEY, rollout_id TEXT, value REAL, attempt INTEGER, call_id TEXT, name TEXT,
-    source TEXT, received_ns INTEGER);
-CREATE INDEX rewards_of_rollout ON rewards (rollout_id);
-"""
+_REWARD: Final = "SELECT rollout_id, value, attempt, call_id, name, source, received_ns FROM rewards"
 _COMPONENT: Final = """SELECT id, traces, bytes, newest_ns, opened_ns, signal_ns, ended, looked_ns, until_ns, flushed
     FROM components"""
 
@@ -92,7 +75,7 @@ class Index:
 
     def __init__(self, path: Path, due_at: Callable[[Component], int | None] = lambda component: None) -> None:
         self._due_at = due_at
-        self._db = _opened(path)
+        self._db = open_index(path)
         self._changed = dict[int, Component]()
         """The components that the transaction has come to; written at its end."""
 
@@ -116,10 +99,15 @@ class Index:
             for name, trace in self._gathered(entries, now_ns).items():
                 self._add_trace(name, trace)
             for entry in entries:
+                received_ns = min(entry.received_ns, now_ns)
                 for reward in entry.rewards:
-                    self._add_reward(reward, min(entry.received_ns, now_ns))
+                    self._add_reward(reward, received_ns, entry.position)
                 if entry.kind is Kind.FLUSH:
                     self._flush()
+                self._db.execute(
+                    "INSERT INTO segments VALUES (?1, ?2) ON CONFLICT DO UPDATE SET newest_ns = max(newest_ns, ?2)",
+                    (entry.position.segment, received_ns),
+                )
             self._db.execute("DELETE FROM place")
             self._db.execute("INSERT INTO place VALUES (?, ?)", entries[-1].end)
 
@@ -143,11 +131,12 @@ class Index:
     def _gathered(self, entries: Iterable[Seen], now_ns: int) -> dict[str, _Gathered]:
         traces = dict[str, _Gathered]()
         for entry in entries:
-            if not entry.found:
+            new = [found for found in entry.found if not self._written_before(found.trace, entry.position)]
+            if not new:
                 continue
             added = self._db.execute("INSERT INTO requests (segment, offset) VALUES (?, ?)", entry.position)
             received_ns = min(entry.received_ns, now_ns)
-            for found in entry.found:
+            for found in new:
                 trace = traces.setdefault(found.trace, _Gathered(received_ns, received_ns))
                 trace.newest_ns = max(trace.newest_ns, received_ns)
                 trace.oldest_ns = min(trace.oldest_ns, received_ns)
@@ -174,7 +163,8 @@ class Index:
         if component.ended and component.signal_ns is None:
             component.signal_ns = seen.oldest_ns
         component.flushed = False
-        for kind, value in sorted(seen.keys):
+        # What still comes for a trace that has expired joins nothing: it is set aside.
+        for kind, value in () if self._expired_trace(name) else sorted(seen.keys):
             self._add_edge(kind, value, trace)
 
     def _add_edge(self, kind: str, value: str, trace: int) -> None:
@@ -231,15 +221,17 @@ class Index:
                 if kind not in LOOSE or len(others) <= MOST_SHARED:
                     self._merge(self._component_of(trace), self._component_of(others[0]))
 
-    def _add_reward(self, reward: Reward, received_ns: int) -> None:
+    def _add_reward(self, reward: Reward, received_ns: int, position: Position) -> None:
+        if self._rewarded_before(reward, position):
+            return
         write = (reward.rollout_id, reward.attempt, reward.call_id, reward.name)
         self._db.execute(
             "DELETE FROM rewards WHERE rollout_id = ? AND attempt IS ? AND call_id IS ? AND name = ?", write
         )
         self._db.execute(
-            "INSERT INTO rewards (rollout_id, attempt, call_id, name, value, source, received_ns)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (*write, reward.value, reward.source, reward.received_ns),
+            "INSERT INTO rewards (rollout_id, attempt, call_id, name, value, source, received_ns, segment)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (*write, reward.value, reward.source, reward.received_ns, position.segment),
         )
         for ident in self.components_of_rollout(reward.rollout_id):
             component = self._component(ident)
@@ -295,7 +287,7 @@ class Index:
 
     def components_of_rollout(self, rollout_id: str) -> list[int]:
         """The components that may hold a rollout: its id is a rollout's, a conversation's or a trace's."""
-        return _holding(self._db, rollout_id)
+        return holding(self._db, rollout_id)
 
     def traces(self, component: int) -> list[str]:
         """The names of a component's traces."""
@@ -315,13 +307,12 @@ class Index:
     def rewards(self, component: int) -> list[Reward]:
         """The rewards, in journal order, that may be for rollouts of a component."""
         rows = self._db.execute(
-            "SELECT rollout_id, value, attempt, call_id, name, source, received_ns FROM rewards WHERE rollout_id IN ("
+            f"{_REWARD} WHERE rollout_id IN ("
             "SELECT name FROM traces WHERE component = ?1 UNION SELECT value FROM edges JOIN traces ON id = trace"
             " WHERE component = ?1 AND kind IN ('rollout', 'conversation')) ORDER BY id",
             (component,),
         )
-        # SQLite keeps NaN as NULL.
-        return [Reward(rollout, math.nan if value is None else value, *rest) for rollout, value, *rest in rows]
+        return [_reward(row) for row in rows]
 
     # What was written
 
@@ -361,14 +352,152 @@ class Index:
                 component.opened_ns = None if until_ns is None else component.opened_ns
             self._db.executemany("DELETE FROM written WHERE rollout_id = ? AND attempt = ?", list(gone))
 
+    def tally(self, numbers: Mapping[str, int]) -> None:
+        """Add to counters of what was written, which are gone when the index is made anew."""
+        with self._transaction():
+            self._db.executemany(
+                "INSERT INTO tallies VALUES (?1, ?2) ON CONFLICT DO UPDATE SET value = value + ?2",
+                list(numbers.items()),
+            )
 
-def _holding(db: sqlite3.Connection, rollout_id: str) -> list[int]:
-    rows = db.execute(
-        "SELECT component FROM traces WHERE name = ?1 UNION SELECT component FROM edges JOIN traces ON id = trace"
-        " WHERE kind IN ('rollout', 'conversation') AND value = ?1",
-        (rollout_id,),
-    )
-    return [component for (component,) in rows]
+    # What is removed from the journal: collector/retention.py decides, collector/expired.py keeps the list
+
+    def indexed_segments(self) -> dict[int, int]:
+        """Segments that are indexed to their end, with the receive time of their newest record."""
+        return dict(
+            self._db.execute("SELECT segment, newest_ns FROM segments WHERE segment < (SELECT segment FROM place)")
+        )
+
+    def components_in(self, segment: int) -> list[Component]:
+        """The components with spans or rewards in a segment."""
+        spans = """SELECT DISTINCT component FROM requests JOIN held ON request = requests.id
+            JOIN traces ON traces.id = trace WHERE requests.segment = ?"""
+        idents = {ident for (ident,) in self._db.execute(spans, (segment,))}
+        for (rollout,) in self._db.execute("SELECT DISTINCT rollout_id FROM rewards WHERE segment = ?", (segment,)):
+            idents.update(self.components_of_rollout(rollout))
+        select = f"{_COMPONENT} WHERE id = ?"
+        return [_component(self._db.execute(select, (ident,)).fetchone()) for ident in sorted(idents)]
+
+    def waiting_rewards(self, segment: int) -> list[Reward]:
+        """The rewards in a segment whose rollout nobody has named, in journal order."""
+        rows = self._db.execute(f"{_REWARD} WHERE segment = ? ORDER BY id", (segment,)).fetchall()
+        alone = [_reward(row) for row in rows if not self.components_of_rollout(row[0])]
+        return [reward for reward in alone if not self._expired_attempt(reward)]
+
+    def force(self, components: Iterable[int]) -> None:
+        """Have components closed at the next look, whatever they wait for."""
+        with self._transaction():
+            for ident in components:
+                component = self._component(ident)
+                component.flushed = component.opened_ns is not None
+
+    def drop_rewards(self, rewards: Iterable[Reward]) -> None:
+        """Forget rewards that were written."""
+        with self._transaction():
+            self._db.executemany(
+                "DELETE FROM rewards WHERE rollout_id = ? AND attempt IS ? AND call_id IS ? AND name = ?",
+                [(reward.rollout_id, reward.attempt, reward.call_id, reward.name) for reward in rewards],
+            )
+
+    def drop_segment(self, segment: int) -> None:
+        """Forget a segment that was removed, and what else of it is known."""
+        with self._transaction():
+            self._db.execute(
+                "DELETE FROM held WHERE request IN (SELECT id FROM requests WHERE segment = ?)", (segment,)
+            )
+            self._db.execute("DELETE FROM requests WHERE segment = ?", (segment,))
+            self._db.execute("DELETE FROM segments WHERE segment = ?", (segment,))
+
+    @property
+    def expired_read(self) -> int:
+        """How many bytes of the list of what expired have been taken in."""
+        row = self._db.execute("SELECT bytes FROM expired_read").fetchone()
+        return row[0] if row else 0
+
+    def expire(self, batches: Iterable[Batch], end: int) -> None:
+        """Take in the list of what expired, up to byte `end`: such components are known no more, but by name."""
+        with self._transaction():
+            for batch in batches:
+                for name in batch.traces:
+                    self._forget_trace(name)
+                    self._db.execute("INSERT OR REPLACE INTO expired_traces VALUES (?, ?, ?)", (name, *batch.upto))
+                for key in batch.rollouts:
+                    self._db.execute("DELETE FROM written WHERE rollout_id = ? AND attempt = ?", key)
+                    self._db.execute("INSERT OR REPLACE INTO expired_rollouts VALUES (?, ?, ?, ?)", (*key, *batch.upto))
+                    self._db.execute("DELETE FROM rewards WHERE rollout_id = ?1 AND coalesce(attempt, ?2) = ?2", key)
+            self._db.execute("DELETE FROM expired_read")
+            self._db.execute("INSERT INTO expired_read VALUES (?)", (end,))
+
+    def _forget_trace(self, name: str) -> None:
+        row = self._db.execute("SELECT id, component FROM traces WHERE name = ?", (name,)).fetchone()
+        if row is None:
+            return
+        trace, component = row
+        requests = self._db.execute("SELECT request FROM held WHERE trace = ?", (trace,)).fetchall()
+        self._db.execute("DELETE FROM held WHERE trace = ?", (trace,))
+        self._db.executemany(
+            "DELETE FROM requests WHERE id = ?1 AND NOT EXISTS (SELECT 1 FROM held WHERE request = ?1)", requests
+        )
+        for table, column in (("edges", "trace"), ("written", "trace"), ("traces", "id"), ("components", "id")):
+            self._db.execute(
+                f"DELETE FROM {table} WHERE {column} = ?", (component if table == "components" else trace,)
+            )
+
+    def unlink(self, component: int) -> None:
+        """Take a component's keys from it: what it held is set aside, and it stands for no rollout."""
+        with self._transaction():
+            self._db.execute(
+                "DELETE FROM edges WHERE trace IN (SELECT id FROM traces WHERE component = ?)", (component,)
+            )
+
+    def is_expired(self, component: int) -> bool:
+        """Whether a component holds what still came for a trace that has expired; such a trace stands alone."""
+        return any(self._expired_trace(name) is not None for name in self.traces(component))
+
+    def expired_rollouts(self, keys: Iterable[RolloutKey]) -> set[RolloutKey]:
+        """Those of the rollouts that have expired."""
+        select = "SELECT 1 FROM expired_rollouts WHERE rollout_id = ? AND attempt = ?"
+        return {key for key in keys if self._db.execute(select, key).fetchone()}
+
+    def rewards_of_expired(self, most: int) -> list[tuple[RolloutKey, Reward]]:
+        """Rewards, in journal order, for rollouts that have expired, with the one that each is for."""
+        rows = self._db.execute(
+            f"{_REWARD} WHERE rollout_id IN (SELECT rollout_id FROM expired_rollouts) ORDER BY id LIMIT ?", (most,)
+        )
+        found = list[tuple[RolloutKey, Reward]]()
+        for reward in map(_reward, rows.fetchall()):
+            attempt = self._expired_attempt(reward)
+            if attempt is not None and (
+                reward.attempt is not None or not self.components_of_rollout(reward.rollout_id)
+            ):
+                found.append(((reward.rollout_id, attempt), reward))
+        return found
+
+    def _expired_attempt(self, reward: Reward) -> int | None:
+        """The attempt that a reward is for, if it has expired; where the reward names none, the highest that has."""
+        (attempt,) = self._db.execute(
+            "SELECT max(attempt) FROM expired_rollouts WHERE rollout_id = ?1 AND attempt = coalesce(?2, attempt)",
+            (reward.rollout_id, reward.attempt),
+        ).fetchone()
+        return attempt
+
+    def _expired_trace(self, name: str) -> Position | None:
+        """Up to where the spans of a trace were written before it expired."""
+        row = self._db.execute("SELECT segment, offset FROM expired_traces WHERE name = ?", (name,)).fetchone()
+        return Position(*row) if row else None
+
+    def _written_before(self, trace: str, position: Position) -> bool:
+        upto = self._expired_trace(trace)
+        return upto is not None and position < upto
+
+    def _rewarded_before(self, reward: Reward, position: Position) -> bool:
+        """Whether a reward, met again as the journal is read anew, is in the rows of a rollout that has expired."""
+        row = self._db.execute(
+            "SELECT segment, offset FROM expired_rollouts WHERE rollout_id = ?1 AND (attempt = ?2 OR ?2 IS NULL)"
+            " ORDER BY attempt DESC",
+            (reward.rollout_id, reward.attempt),
+        ).fetchone()
+        return row is not None and position < Position(*row)
 
 
 def _component(row: Sequence[int]) -> Component:
@@ -376,6 +505,12 @@ def _component(row: Sequence[int]) -> Component:
     return Component(
         ident, traces, size, newest_ns, opened_ns, signal_ns, bool(ended), looked_ns, until_ns, bool(flushed)
     )
+
+
+def _reward(row: Sequence[Any]) -> Reward:
+    rollout, value, *rest = row
+    # SQLite keeps NaN as NULL.
+    return Reward(rollout, math.nan if value is None else value, *rest)
 
 
 def _earliest(one: int | None, other: int | None) -> int | None:
@@ -386,46 +521,3 @@ def _row_id(inserted: sqlite3.Cursor) -> int:
     if inserted.lastrowid is None:
         raise ValueError("only an INSERT has a row id")
     return inserted.lastrowid
-
-
-def _opened(path: Path) -> sqlite3.Connection:
-    try:
-        db = _connected(path)
-        if db.execute("PRAGMA user_version").fetchone() == (_VERSION,):
-            return db
-        db.close()
-    except sqlite3.OperationalError:
-        raise  # no place, no right, no space: a new file would fare no better
-    except sqlite3.DatabaseError:
-        pass  # no database, or a damaged one
-    discard(path)
-    db = _connected(path)
-    db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT;")
-    return db
-
-
-def discard(path: Path) -> None:
-    """Remove an index; the next one is made from the journal."""
-    for suffix in ("", "-wal", "-shm"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
-
-
-def _connected(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, isolation_level=None)
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = NORMAL")
-    db.execute("PRAGMA cache_size = -65536")
-    return db
-
-
-def unknown_rollouts(path: Path, rollout_ids: Iterable[str]) -> list[str] | None:
-    """Those of the rollouts that no indexed span names, in the order given; None if the index cannot be read.
-
-    For other processes than the one that uses the index: it is opened for reading alone, for this one question. What
-    was received in the last moments may not be indexed yet.
-    """
-    try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1)) as db:
-            return [name for name in dict.fromkeys(rollout_ids) if not _holding(db, name)]
-    except sqlite3.Error:
-        return None

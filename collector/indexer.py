@@ -5,6 +5,7 @@ in the journal, what it had is found in the dataset, so nothing is lost and noth
 """
 
 import fcntl
+import json
 import os
 import pickle
 import select
@@ -13,29 +14,36 @@ import sqlite3
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from spanmill.adapters import Options, adapt, keys, signal
+from spanmill.adapters import Adapted, Options, adapt, keys, signal
 from spanmill.collector import journal, rewards
 from spanmill.collector.assemble import SECOND, Closed, Component, RolloutKey, Timing, close, due_at, moved, revised
 from spanmill.collector.config import RowConfig, ServeConfig
 from spanmill.collector.decode import decode
-from spanmill.collector.index import Found, Index, Key, Seen, discard
+from spanmill.collector.index import Found, Index, Key, Seen
+from spanmill.collector.index_file import INDEX_NAME, discard
 from spanmill.collector.journal import Entry, Kind, Position
+from spanmill.collector.late_rewards import aside, rewarded
+from spanmill.collector.retention import EVERYTHING, Keep, retire, take_in
 from spanmill.errors import DecodeError, JournalError, SpanmillError
+from spanmill.triplets.from_tables import rollout_from_tables
 from spanmill.triplets.reader import read_triplets
-from spanmill.triplets.records import Quarantined, Rollout, Span
+from spanmill.triplets.records import Quarantined, Reward, Rollout, Span, received_at
+from spanmill.triplets.span_json import span_json
 from spanmill.triplets.table import same_content
 from spanmill.triplets.writer import DatasetWriter, stray_key
 
-INDEX_NAME = "index.sqlite"
 INDEX_BYTES = 8 << 20
 """Requests are indexed in transactions of about this size."""
 LOAD_BYTES = 64 << 20
 """Components are put together in batches of about this size; a larger one makes a batch of its own."""
+REWARDS_AT_ONCE = 1000
+"""For rollouts whose spans are gone."""
 REWRITE_S = 30.0
 """Superseded rows stay under the table folders about this long."""
 KEEP_OLD_S = 60.0
@@ -54,6 +62,13 @@ def timing(config: ServeConfig) -> Timing:
     """The waits that a configuration holds."""
     seconds = (config.settle, config.idle_timeout, config.max_open, config.await_reward)
     return Timing(*(int(wait * SECOND) for wait in seconds))
+
+
+def keep(config: ServeConfig) -> Keep:
+    """How much of the journal a configuration keeps. It gives way before requests are refused."""
+    return Keep(
+        int(config.journal_max_gib * (1 << 30)), int(config.journal_max_age * SECOND), 2 * config.min_free_mib << 20
+    )
 
 
 def home(span: Span, span_keys: Sequence[Key]) -> str:
@@ -154,6 +169,8 @@ class _Outcome(NamedTuple):
     gone: set[RolloutKey]
     """Rollouts that were written from its traces and are no longer in it."""
     stray: list[Quarantined]
+    apart: bool = False
+    """All of it came too late and is set aside."""
 
 
 class Indexer:
@@ -170,6 +187,7 @@ class Indexer:
         choices: Options,
         timing: Timing,
         *,
+        keep: Keep = EVERYTHING,
         clock: Callable[[], int] = time.time_ns,
         report: Callable[[str], None] = lambda line: print(f"spanmill: {line}", file=sys.stderr, flush=True),
     ) -> None:
@@ -178,11 +196,17 @@ class Indexer:
         self._out = out
         self._options = choices
         self._timing = timing
+        self._keep = keep
         self._clock = clock
         self._report = report
         self._dataset = DatasetWriter(out)
         self._index = Index(folder / INDEX_NAME, lambda component: due_at(component, timing))
         self._fresh = self._index.position is None
+        try:
+            take_in(folder, self._index)
+        except JournalError:
+            self.close()
+            raise
         self._damage = dict[Position, int]()
         self._strays = self._dataset.stray_rows()
         self._started_ns = self._newest_ns = clock()
@@ -253,7 +277,44 @@ class Indexer:
         written = 0
         while batch := self._batch(now_ns):
             written += self._write(batch, now_ns)
+        return written + self._reward_expired()
+
+    def _reward_expired(self) -> int:
+        """Revise the rows of rollouts whose spans are gone by rewards that came for them; how many rollouts."""
+        written = 0
+        while found := self._index.rewards_of_expired(REWARDS_AT_ONCE):
+            given = dict[RolloutKey, list[Reward]]()
+            for key, reward in found:
+                given.setdefault(key, []).append(reward)
+            rows, stray = list[Rollout](), list[Quarantined]()
+            for key, before in self._dataset.read_rows(given).items():
+                rollout, refused = rewarded(rollout_from_tables(before), given.pop(key), self._options)
+                stray += [
+                    aside(reward, why, _reward_json(reward), reward.received_ns // 1000) for reward, why in refused
+                ]
+                if not same_content(rollout, before):
+                    known = {row.call_id for row in rollout.triplets}
+                    rows.append(revised(rollout, rollout.revision + 1, known))
+            # The rest names rows that are no longer in the dataset.
+            stray += adapt([], [reward for rest in given.values() for reward in rest], self._options).stray
+            self._commit(sorted(rows, key=lambda row: (row.rollout_id, row.attempt)), self._new_strays(stray))
+            self._index.drop_rewards(reward for _, reward in found)
+            written += len(rows)
         return written
+
+    def _commit(self, rows: Sequence[Rollout], strays: Mapping[bytes, Quarantined]) -> None:
+        if not rows and not strays:
+            return
+        self._dataset.write(rows, list(strays.values()))
+        self._strays.update(strays)
+        tally = Counter(quarantined.reason for row in rows for quarantined in row.quarantined)
+        tally.update(quarantined.reason for quarantined in strays.values())
+        numbers = {f"quarantined:{reason}": number for reason, number in tally.items()}
+        numbers["rows:rollouts"] = len(rows)
+        numbers["rows:triplets"] = sum(len(row.triplets) for row in rows)
+        numbers["rows:episodes"] = sum(len(row.episodes) for row in rows)
+        numbers["rows:quarantine"] = sum(tally.values())
+        self._index.tally(numbers)
 
     def _batch(self, now_ns: int) -> list[Component]:
         batch, size = list[Component](), 0
@@ -273,9 +334,10 @@ class Indexer:
             row for outcome in outcomes if outcome.closed.open_until is None for row in outcome.stray
         )
         self._index.intend(origin for outcome in outcomes for origin in self._origins(outcome))
-        if rows or strays:
-            self._dataset.write(rows, list(strays.values()))
-            self._strays.update(strays)
+        self._commit(rows, strays)
+        for outcome in outcomes:
+            if outcome.apart:
+                self._index.unlink(outcome.component.id)
         self._index.looked([(outcome.component.id, outcome.closed.open_until) for outcome in outcomes], gone, now_ns)
         return len(rows)
 
@@ -293,6 +355,9 @@ class Indexer:
 
     def _outcome(self, component: Component, found: Sequence[Span | Quarantined], now_ns: int) -> _Outcome:
         spans = [one for one in found if isinstance(one, Span)]
+        unreadable = [one for one in found if isinstance(one, Quarantined)]
+        if self._index.is_expired(component.id):
+            return _Outcome(component, [], Closed([], None), set(), [*map(_expired, spans), *unreadable], apart=True)
         try:
             adapted = adapt(spans, self._index.rewards(component.id), self._options)
         except Exception:
@@ -302,13 +367,40 @@ class Indexer:
                 f"the spans of {traces} could not be put together, later tried again\n{traceback.format_exc()}"
             )
             return _Outcome(component, [], Closed([], now_ns + max(self._timing.idle_ns, SECOND)), set(), [])
+        gone_before = self._index.expired_rollouts((row.rollout_id, row.attempt) for row in adapted.rollouts)
+        if gone_before:
+            return self._partly_expired(component, spans, adapted, gone_before, unreadable, now_ns)
         rollouts = adapted.rollouts
         closed = close(rollouts, newest_spans(rollouts, spans, component), component, now_ns, self._timing)
         gone = self._index.written(component.id) - {(rollout.rollout_id, rollout.attempt) for rollout in rollouts}
         # A reward for a rollout that is not here waits in the index.
         stray = [row for row in adapted.stray if row.reason != "unknown_rollout"]
+        return _Outcome(component, rollouts, closed, gone, [*stray, *unreadable])
+
+    def _partly_expired(
+        self,
+        component: Component,
+        spans: Sequence[Span],
+        adapted: Adapted,
+        expired: Container[RolloutKey],
+        unreadable: Sequence[Quarantined],
+        now_ns: int,
+    ) -> _Outcome:
+        """A component with spans in traces of their own for rollouts that have expired: those are set aside."""
+        rollouts = [row for row in adapted.rollouts if (row.rollout_id, row.attempt) not in expired]
+        late = [row for row in adapted.rollouts if (row.rollout_id, row.attempt) in expired]
+        closed = close(rollouts, newest_spans(rollouts, spans, component), component, now_ns, self._timing)
+        if rollouts:
+            calls = {(r.trace_id, r.span_id) for row in late for r in (*row.triplets, *row.quarantined)}
+            names = {("rollout", row.rollout_id) for row in late}
+            kept = {row.rollout_id for row in rollouts}
+            names = {name for name in names if name[1] not in kept}
+            apart = [s for s in spans if (s.trace_id, s.span_id) in calls or not names.isdisjoint(keys(s))]
+        else:
+            apart = list(spans)
+        stray = [row for row in adapted.stray if row.reason != "unknown_rollout"]
         return _Outcome(
-            component, rollouts, closed, gone, [*stray, *(one for one in found if isinstance(one, Quarantined))]
+            component, rollouts, closed, set(), [*stray, *map(_expired, apart), *unreadable], apart=not rollouts
         )
 
     def _new_strays(self, rows: Iterable[Quarantined]) -> dict[bytes, Quarantined]:
@@ -322,11 +414,36 @@ class Indexer:
             trace = self._index.trace_of_rollout(rollout.rollout_id) or next(of_calls, None)
             yield (rollout.rollout_id, rollout.attempt), trace or self._index.traces(outcome.component.id)[0]
 
+    def retire(self) -> int:
+        """Remove from the journal what is too old or too much, and have closed what is too old; how many segments."""
+        if not self.caught_up:
+            return 0
+        retired = retire(self._folder, self._index, self._keep, self._clock())
+        if retired.waited:
+            stray = adapt([], retired.waited, self._options).stray
+            self._commit([], self._new_strays(stray))
+            self._index.drop_rewards(retired.waited)
+        return retired.removed
+
     def tidy(self) -> None:
         """Rewrite small parts and parts with superseded rows, and remove what was replaced a while ago."""
         while self._dataset.rewrite() is not None:
             pass
         self._dataset.purge_old(KEEP_OLD_S, self._clock() / SECOND)
+
+
+def _expired(span: Span) -> Quarantined:
+    """The row of a span that came when the others of its rollout were gone."""
+    rollout_id = next((value for kind, value in keys(span) if kind == "rollout"), None)
+    detail = "its rollout was written, and the other spans were removed from the journal, before it came"
+    return Quarantined(
+        "expired", detail, span.trace_id, span.span_id, span_json(span), received_at(span.received_ns), rollout_id
+    )
+
+
+def _reward_json(reward: Reward) -> str:
+    names = ("rollout_id", "attempt", "call_id", "name", "value", "source")
+    return json.dumps({name: getattr(reward, name) for name in names})
 
 
 # The process
@@ -338,7 +455,7 @@ def run(config: ServeConfig, control: int, ready: Callable[[], None]) -> None:
     Calls `ready` once journal and dataset are open. Raises SpanmillError if they cannot be opened or written.
     """
     folder = config.journal_folder
-    with _alone(folder), closing(Indexer(folder, config.out, options(config), timing(config))) as indexer:
+    with _alone(folder), closing(_opened(folder, config)) as indexer:
         ready()
         looked = tidied = time.monotonic()
         while True:
@@ -349,6 +466,7 @@ def run(config: ServeConfig, control: int, ready: Callable[[], None]) -> None:
                 looked = now
             if now - tidied >= REWRITE_S:
                 indexer.tidy()
+                indexer.retire()
                 tidied = now
             message = _received(control, 0 if indexer.behind else POLL_S)
             if message is not None:
@@ -358,6 +476,10 @@ def run(config: ServeConfig, control: int, ready: Callable[[], None]) -> None:
                 indexer.step(complete=True)
             indexer.look(flush=config.flush_on_exit)
             indexer.tidy()
+
+
+def _opened(folder: Path, config: ServeConfig) -> Indexer:
+    return Indexer(folder, config.out, options(config), timing(config), keep=keep(config))
 
 
 @contextmanager

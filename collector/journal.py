@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,8 @@ __all__ = ["SEGMENT_BYTES", "Entry", "JournalWriter", "Kind", "Position", "read"
 
 SEGMENT_BYTES: Final = 256 << 20
 """A segment grows no larger, but for a single record that is."""
+SEGMENT_S: Final = 6 * 3600.0
+"""Nor older, so that what is old can be removed where little is received."""
 
 _NAME: Final = re.compile(r"(\d{8,})\.journal")
 _LOCK_NAME: Final = "writer.lock"
@@ -155,6 +158,8 @@ class _Segment:
     """Opened to append."""
     end: int
     """Where the next record goes."""
+    begun: float
+    """When, on the monotonic clock."""
 
 
 class JournalWriter:
@@ -264,7 +269,7 @@ class JournalWriter:
         next group can be tried.
         """
         size = sum(pending.size for pending in group)
-        if self._segment and self._segment.end > HEADER_BYTES and self._segment.end + size > self._segment_bytes:
+        if self._segment and self._segment.end > HEADER_BYTES and self._is_full(self._segment, size):
             self._leave_segment()
         segment = self._segment = self._segment or self._new_segment()
         ends = [segment.end]
@@ -285,6 +290,9 @@ class JournalWriter:
         segment.end = ends[-1]
         return [Position(segment.number, offset) for offset in ends[:-1]]
 
+    def _is_full(self, segment: _Segment, size: int) -> bool:
+        return segment.end + size > self._segment_bytes or time.monotonic() - segment.begun > SEGMENT_S
+
     def _leave_segment(self) -> None:
         if self._segment is not None:
             os.close(self._segment.fd)
@@ -303,7 +311,7 @@ class JournalWriter:
             os.close(fd)
             path.unlink()
             raise
-        return _Segment(self._number, fd, HEADER_BYTES)
+        return _Segment(self._number, fd, HEADER_BYTES, time.monotonic())
 
 
 def _write_all(fd: int, buffers: Sequence[bytes]) -> None:

@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute
 from spanmill.collector import receive_grpc
 from spanmill.collector.access import access_of
 from spanmill.collector.config import Address, ServeConfig
-from spanmill.collector.index import INDEX_NAME, unknown_rollouts
+from spanmill.collector.index_file import INDEX_NAME, unknown_rollouts
 from spanmill.collector.ingest import Ingest
 from spanmill.collector.journal import JournalWriter
 from spanmill.collector.receive_http import HttpServer, build_app

@@ -9,88 +9,18 @@ import pytest
 from dataset_rows import newest_rows, rollouts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_spans import Span, make_call, make_request, make_rollout, make_span, trace_id
+from indexed import Service
+from made_spans import Span, make_call, make_rollout, make_span, trace_id
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 
-from spanmill.adapters import Options
 from spanmill.collector import indexer as module
-from spanmill.collector import rewards
 from spanmill.collector.assemble import SECOND, Timing
-from spanmill.collector.build import build
-from spanmill.collector.config import BuildConfig
 from spanmill.collector.index import Index
-from spanmill.collector.indexer import INDEX_NAME, Indexer
-from spanmill.collector.journal import JournalWriter, Kind, Position
+from spanmill.collector.journal import Kind
 from spanmill.triplets.reader import read_quarantine, read_rollouts, read_triplets
 from spanmill.triplets.records import Reward
-
-DEFAULT = Timing()
-
-
-class Service:
-    """A journal, and an indexer that can be killed and started again, on a clock of their own."""
-
-    def __init__(self, folder: Path, timing: Timing = DEFAULT) -> None:
-        self.folder = folder
-        self.out = folder / "out"
-        self.now_ns = 1000 * SECOND
-        self.reports: list[str] = []
-        self._timing = timing
-        self._journal = JournalWriter(folder / "journal")
-        self.start()
-
-    def start(self) -> None:
-        """Start an indexer on what is there."""
-        self.indexer = Indexer(
-            self.folder / "journal",
-            self.out,
-            Options(),
-            self._timing,
-            clock=lambda: self.now_ns,
-            report=self.reports.append,
-        )
-
-    def restart(self, *, lose_index: bool = False) -> None:
-        """As after a kill, with or without the index."""
-        self.indexer.close()
-        if lose_index:
-            for path in (self.folder / "journal").glob(f"{INDEX_NAME}*"):
-                path.unlink()
-        self.start()
-
-    def close(self) -> None:
-        """Stop."""
-        self.indexer.close()
-        self._journal.close()
-
-    def receive(self, *spans: Span) -> Position:
-        """Spans in a request of their own."""
-        return self.append(Kind.TRACES_PROTO, make_request(*spans))
-
-    def reward(self, *given: Reward) -> None:
-        """Rewards, as they are posted."""
-        self.append(Kind.REWARDS, rewards.encode(given))
-
-    def append(self, kind: Kind, body: bytes) -> Position:
-        """A record in the journal, received now."""
-        return self._journal.append(kind, body, self.now_ns)
-
-    def work(self, after_s: float = 0, *, flush: bool = False) -> int:
-        """Let time pass, index all there is, look now and after every flush; how many rollouts were written."""
-        self.now_ns += int(after_s * SECOND)
-        written = 0
-        while self.indexer.step() or self.indexer.behind:
-            if self.indexer.caught_up:
-                written += self.indexer.look()
-        return written + self.indexer.look(flush=flush)
-
-    def built(self) -> Path:
-        """What `build` makes of the journal."""
-        out = self.folder / f"built-{len(list(self.folder.iterdir()))}"
-        build([self.folder / "journal"], BuildConfig(out=out))
-        return out
 
 
 @pytest.fixture
