@@ -49,7 +49,7 @@ def take_in(folder: Path, index: Index) -> None:
         index.expire(batches, end)
 
 
-def retire(folder: Path, index: Index, keep: Keep, now_ns: int, free: Callable[[Path], int] | None = None) -> Retired:
+def retire(folder: Path, index: Index, keep: Keep, now_ns: int) -> Retired:
     """Remove segments that are too old, or too much, from the journal; raises JournalError if that fails.
 
     Of those that are too old, what is open is closed first: the next round removes them.
