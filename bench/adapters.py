@@ -24,8 +24,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a quarter of the sizes")
     scale = 4 if parser.parse_args().quick else 1
     rows = [
-        ("rollouts of 8 turns, 2,048 + 256 ids", lambda n: rollouts(n, 8), 200 // scale, tokens_of),
-        ("one rollout of many turns, 16 ids each", lambda n: chain(n), 1000 // scale, tokens_of),
+        ("rollouts of 8 turns, 2,048 + 256 ids", rollouts, 200 // scale, tokens_of),
+        ("one rollout of many turns, 16 ids each", chain, 1000 // scale, tokens_of),
         ("text-only calls of 60 messages", text_calls, 500 // scale, len),
         ("one trace of many spans, one call in ten", wide_trace, 10_000 // scale, len),
     ]
@@ -66,9 +66,9 @@ def tokens_of(spans: Sequence[Span]) -> int:
     return sum(a.size for a in arrays)
 
 
-def rollouts(n: int, turns: int) -> list[Span]:
-    """Rollouts in which each prompt extends the call before, 2,048 prompt ids on average."""
-    return [span for r in range(n) for span in _rollout(r, turns, 1152, ANSWER)]
+def rollouts(n: int) -> list[Span]:
+    """Rollouts of eight turns in which each prompt extends the call before, 2,048 prompt ids on average."""
+    return [span for r in range(n) for span in _rollout(r, 8, 1152, ANSWER)]
 
 
 def chain(turns: int) -> list[Span]:
