@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check bench docs
+.PHONY: demo test check bench fuzz docs
 
 demo: .venv/demo.installed
 	$(BIN)/python demo/demo.py
@@ -15,7 +15,10 @@ check: .venv/dev.installed
 	$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: .venv/dev.installed
-	$(BIN)/python bench/ingest.py && $(BIN)/python bench/ingest.py --packed
+	$(BIN)/python bench/ingest.py && $(BIN)/python bench/ingest.py --packed && $(BIN)/python bench/adapters.py
+
+fuzz: .venv/dev.installed
+	$(BIN)/python bench/fuzz.py --mutations 100000
 
 docs: .venv/dev.installed
 	$(BIN)/python -m spanmill.triplets.schema_page > docs/reference/schema.md
