@@ -140,6 +140,14 @@ def parse_url(value: object) -> str:
     return url.rstrip("/")
 
 
+def parse_headers(value: object) -> tuple[str, ...]:
+    """NAME=VALUE, separated by commas or as a list. What was given may be a secret, so the error does not repeat it."""
+    found = parse_names(value)
+    if not all(re.fullmatch(r"[A-Za-z0-9-]+\s*=[^\r\n]*", header) for header in found):
+        raise ValueError("NAME=VALUE, separated by commas")
+    return found
+
+
 def about(parse: Callable[[object], object], help: str) -> Mapping[str, Any]:
     """The metadata of an option."""
     return {"help": help, "parse": parse}
@@ -236,6 +244,9 @@ class ServeConfig(RowConfig):
     forward_queue_mib: int = field(
         default=256, metadata=about(parse_count(1, 1 << 20), "how much may wait to be passed on; what is more is not")
     )
+    forward_headers: tuple[str, ...] = field(
+        default=(), metadata=about(parse_headers, "headers for that endpoint, NAME=VALUE, separated by commas")
+    )
     log_format: LogFormat = field(default="text", metadata=about(parse_log_format, "how messages look: text or json"))
 
     def __post_init__(self) -> None:
@@ -310,7 +321,9 @@ def _parsed(option: Field[Any], source: str, value: object) -> object:
     try:
         return option.metadata["parse"](value)
     except ValueError as error:
-        raise ConfigError(f"{source} is {value!r}: expected {error}") from error
+        # Headers may hold a secret.
+        shown = "not readable" if option.name == "forward_headers" else repr(value)
+        raise ConfigError(f"{source} is {shown}: expected {error}") from error
 
 
 def _flag(name: str) -> str:

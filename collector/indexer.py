@@ -6,6 +6,7 @@ in the journal, what it had is found in the dataset, so nothing is lost and noth
 
 import fcntl
 import json
+import logging
 import os
 import pickle
 import select
@@ -29,6 +30,7 @@ from spanmill.collector.index import Found, Index, Key, Seen
 from spanmill.collector.index_file import INDEX_NAME, discard
 from spanmill.collector.journal import Entry, Kind, Position
 from spanmill.collector.late_rewards import aside, rewarded
+from spanmill.collector.logs import logging_to_stderr
 from spanmill.collector.retention import EVERYTHING, Keep, retire, take_in
 from spanmill.errors import DecodeError, JournalError, SpanmillError
 from spanmill.triplets.from_tables import rollout_from_tables
@@ -37,6 +39,8 @@ from spanmill.triplets.records import Quarantined, Reward, Rollout, Span, receiv
 from spanmill.triplets.span_json import span_json
 from spanmill.triplets.table import same_content
 from spanmill.triplets.writer import DatasetWriter, stray_key
+
+_log = logging.getLogger(__name__)
 
 INDEX_BYTES = 8 << 20
 """Requests are indexed in transactions of about this size."""
@@ -189,7 +193,7 @@ class Indexer:
         *,
         keep: Keep = EVERYTHING,
         clock: Callable[[], int] = time.time_ns,
-        report: Callable[[str], None] = lambda line: print(f"spanmill: {line}", file=sys.stderr, flush=True),
+        report: Callable[[str], None] = _log.warning,
     ) -> None:
         """Raises DatasetError if the dataset cannot be opened, JournalError if the index cannot."""
         self._folder = folder
@@ -288,7 +292,7 @@ class Indexer:
                 given.setdefault(key, []).append(reward)
             rows, stray = list[Rollout](), list[Quarantined]()
             for key, before in self._dataset.read_rows(given).items():
-                rollout, refused = rewarded(rollout_from_tables(before), given.pop(key), self._options)
+                rollout, refused = rewarded(rollout_from_tables(before), given.pop(key), self._options.counts)
                 stray += [
                     aside(reward, why, _reward_json(reward), reward.received_ns // 1000) for reward, why in refused
                 ]
@@ -360,11 +364,13 @@ class Indexer:
             return _Outcome(component, [], Closed([], None), set(), [*map(_expired, spans), *unreadable], apart=True)
         try:
             adapted = adapt(spans, self._index.rewards(component.id), self._options)
-        except Exception:
+        except Exception as error:
             # One component that the rules choke on must not hold up all others; its spans stay in the journal.
             traces = ", ".join(self._index.traces(component.id)[:3])
+            # Without its message, which may hold a piece of a span.
+            where = "".join(traceback.format_tb(error.__traceback__))
             self._report(
-                f"the spans of {traces} could not be put together, later tried again\n{traceback.format_exc()}"
+                f"the spans of {traces} could not be put together, later tried again: {type(error).__name__}\n{where}"
             )
             return _Outcome(component, [], Closed([], now_ns + max(self._timing.idle_ns, SECOND)), set(), [])
         gone_before = self._index.expired_rollouts((row.rollout_id, row.attempt) for row in adapted.rollouts)
@@ -455,7 +461,7 @@ def run(config: ServeConfig, control: int, ready: Callable[[], None]) -> None:
     Calls `ready` once journal and dataset are open. Raises SpanmillError if they cannot be opened or written.
     """
     folder = config.journal_folder
-    with _alone(folder), closing(_opened(folder, config)) as indexer:
+    with logging_to_stderr(config.log_format), _alone(folder), closing(_opened(folder, config)) as indexer:
         ready()
         looked = tidied = time.monotonic()
         while True:

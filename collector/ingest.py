@@ -22,6 +22,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from spanmill.collector.compression import inflate
 from spanmill.collector.decode import check
 from spanmill.collector.decoded import Checked
+from spanmill.collector.forward import Forwarder, Request
 from spanmill.collector.journal import JournalWriter, Kind, Position
 from spanmill.errors import DecodeError, JournalError
 
@@ -112,8 +113,15 @@ class Lease:
 class Ingest:
     """The journal's door: limits, counters, and the way from bytes to an answer. Thread-safe."""
 
-    def __init__(self, journal: JournalWriter, max_message_bytes: int, max_inflight_bytes: int) -> None:
+    def __init__(
+        self,
+        journal: JournalWriter,
+        max_message_bytes: int,
+        max_inflight_bytes: int,
+        forwarder: Forwarder | None = None,
+    ) -> None:
         self.journal = journal
+        self.forwarder = forwarder
         self.max_message_bytes = max_message_bytes
         self.max_inflight_bytes = max_inflight_bytes
         self.lock = threading.Lock()
@@ -168,17 +176,28 @@ class Ingest:
             return checked, None
         return checked, self.journal.append_async(kind, body, time.time_ns())
 
-    def accepted(self, kind: Kind, checked: Checked, size: int) -> Answer:
-        """The answer to a request of `size` bytes, decompressed, that is on disk."""
+    def accepted(self, kind: Kind, checked: Checked, body: bytes) -> Answer:
+        """The answer to a request that is on disk, from where it also goes to where all are passed on."""
         items = "log_records" if kind in (Kind.LOGS_PROTO, Kind.LOGS_JSON) else "spans"
         with self.lock:
             self._counts.update({"requests": 1, items: checked.spans})
-            self.accepted_bytes += size
+            self.accepted_bytes += len(body)
+        self.pass_on("traces" if items == "spans" else "logs", body, is_json=kind in (Kind.TRACES_JSON, Kind.LOGS_JSON))
         if checked.rejected == 0:
             return Answer()
         self.count("rejected_spans", checked.rejected)
         message = f"{checked.rejected} spans have no valid trace id and span id; they are quarantined"
         return Answer(message=message, rejected=checked.rejected)
+
+    def ignored(self, body: bytes, *, is_json: bool) -> None:
+        """Counts a request with metrics: nobody here needs them."""
+        self.count("ignored_metrics")
+        self.pass_on("metrics", body, is_json=is_json)
+
+    def pass_on(self, signal: str, body: bytes, *, is_json: bool) -> None:
+        """Gives a request to the forwarder, if there is one."""
+        if self.forwarder is not None:
+            self.forwarder.offer(Request(signal, is_json, body))
 
     def too_large(self) -> Answer:
         """The answer to a request over the limit."""

@@ -13,7 +13,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,7 +172,9 @@ class JournalWriter:
     """
 
     def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
-        self._directory = directory
+        self.on_sync: Callable[[float], object] = _ignored
+        """Gets the seconds that each sync took, in the writer's thread."""
+        self.directory = directory
         self._segment_bytes = segment_bytes
         self._waiting: deque[_Pending] = deque()
         self._wake = threading.Condition()
@@ -233,14 +235,14 @@ class JournalWriter:
                 positions = self._commit(group)
             except Exception as error:
                 if not self._failing:
-                    _log.error("%s; every append fails until it can", _unwritable(self._directory, error))
+                    _log.error("%s; every append fails until it can", _unwritable(self.directory, error))
                 self._failing = True
                 for pending in group:
                     # One each: an exception that several threads raise mixes up their tracebacks.
-                    pending.done.set_exception(_unwritable(self._directory, error))
+                    pending.done.set_exception(_unwritable(self.directory, error))
                 continue
             if self._failing:
-                _log.warning("journal %s can be written again", self._directory)
+                _log.warning("journal %s can be written again", self.directory)
             self._failing = False
             for pending, position in zip(group, positions, strict=True):
                 pending.done.set_result(position)
@@ -281,7 +283,9 @@ class JournalWriter:
         try:
             _write_all(segment.fd, buffers)
             written = True
+            begun = time.perf_counter()
             _sync(segment.fd)
+            self.on_sync(time.perf_counter() - begun)
         except Exception:
             # What a failed sync left on the disk cannot be known, and the next sync of this file would not tell.
             if written or not _cut(segment, ends):
@@ -301,17 +305,21 @@ class JournalWriter:
     def _new_segment(self) -> _Segment:
         """A segment with its header, both on disk. A number whose file could not be made is not used again."""
         self._number += 1
-        path = segment_path(self._directory, self._number)
+        path = segment_path(self.directory, self._number)
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             _write_all(fd, [header()])
             _sync(fd)
-            _sync_directory(self._directory)
+            _sync_directory(self.directory)
         except OSError:
             os.close(fd)
             path.unlink()
             raise
         return _Segment(self._number, fd, HEADER_BYTES, time.monotonic())
+
+
+def _ignored(seconds: float) -> None:
+    pass
 
 
 def _write_all(fd: int, buffers: Sequence[bytes]) -> None:

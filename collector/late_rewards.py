@@ -1,18 +1,19 @@
 """Rewards for rollouts whose spans are gone: pure, from the committed rows to the rows of the next revision."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from spanmill.adapters import Options
 from spanmill.triplets.records import Quarantined, Reward, RewardSeen, Rollout
 
 
-def rewarded(rollout: Rollout, rewards: Sequence[Reward], options: Options) -> tuple[Rollout, list[tuple[Reward, str]]]:
+def rewarded(
+    rollout: Rollout, rewards: Sequence[Reward], counts: Callable[[str], bool]
+) -> tuple[Rollout, list[tuple[Reward, str]]]:
     """The rollout with rewards that came apart from its spans, in order, and those that cannot be taken, and why.
 
     As when its spans were put together: one (call, name) is one write, the newest; a reward without a call is the final
-    one, if its name counts, one with a call that call's. What may be trained stays as it was.
+    one, if its name `counts`, one with a call that call's. What may be trained stays as it was.
     """
     seen = list(rollout.rewards)
     final = rollout.reward
@@ -31,7 +32,7 @@ def rewarded(rollout: Rollout, rewards: Sequence[Reward], options: Options) -> t
         call_id = None if reward.call_id is None else call_of[reward.call_id]
         seen = [one for one in seen if not _same_write(one, reward, call_id)]
         seen.append(RewardSeen(reward.name, float(reward.value), call_id, reward.source))
-        if not options.counts(reward.name):
+        if not counts(reward.name):
             continue
         if call_id is None:
             final = float(reward.value)

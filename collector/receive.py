@@ -12,10 +12,13 @@ from starlette.routing import BaseRoute
 from spanmill.collector import receive_grpc
 from spanmill.collector.access import access_of
 from spanmill.collector.config import Address, ServeConfig
+from spanmill.collector.forward import Forwarder
 from spanmill.collector.index_file import INDEX_NAME, unknown_rollouts
 from spanmill.collector.ingest import Ingest
 from spanmill.collector.journal import JournalWriter
+from spanmill.collector.metrics import Metrics
 from spanmill.collector.receive_http import HttpServer, build_app
+from spanmill.collector.watch import Watch
 from spanmill.errors import ListenError
 
 
@@ -23,18 +26,24 @@ class Receiver:
     """Both servers, running."""
 
     def __init__(
-        self, ingest: Ingest, grpc: Any, grpc_address: Address, http: HttpServer, http_address: Address
+        self, ingest: Ingest, watch: Watch, grpc: Any, grpc_address: Address, http: HttpServer, http_address: Address
     ) -> None:
         self.grpc_address = grpc_address
         """With the port that was bound."""
         self.http_address = http_address
         self._ingest = ingest
+        self.watch = watch
+        """On disk and indexer."""
         self._grpc = grpc
         self._http = http
 
     def counts(self) -> dict[str, int]:
         """As `Ingest.counts`."""
         return self._ingest.counts()
+
+    def unready(self, reason: str | None) -> None:
+        """Tell those who ask why nothing becomes of what is received at the moment; None: all is well."""
+        self._ingest.unready = reason
 
     def stop(self, timeout: float) -> None:
         """Takes no further request, and waits up to `timeout` seconds for those in flight.
@@ -46,6 +55,9 @@ class Receiver:
         self._http.begin_stop(timeout)
         stopped.wait(timeout)
         self._http.join(max(0.0, deadline - time.monotonic()) + 1)
+        if self._ingest.forwarder is not None:
+            self._ingest.forwarder.stop(max(0.0, deadline - time.monotonic()))
+        self.watch.stop()
 
 
 def start_receiver(config: ServeConfig, journal: JournalWriter, routes: Sequence[BaseRoute] = ()) -> Receiver:
@@ -54,7 +66,8 @@ def start_receiver(config: ServeConfig, journal: JournalWriter, routes: Sequence
     Raises ListenError if an address cannot be had, ConfigError if files of TLS or tokens cannot be used.
     """
     access = access_of(config)
-    ingest = Ingest(journal, config.max_message_mib << 20, config.max_inflight_mib << 20)
+    ingest = _ingest(config, journal)
+    watch = Watch(ingest, config)
     listener = _listen("--http", config.http)
     try:
         # grpc says that an address cannot be had, but not why.
@@ -66,9 +79,20 @@ def start_receiver(config: ServeConfig, journal: JournalWriter, routes: Sequence
         raise
     http_host, http_port = listener.getsockname()[:2]
     access.warn_if_open([(grpc_host, config.grpc), (http_host, config.http)])
+    watch.start()
+    if ingest.forwarder is not None:
+        ingest.forwarder.start()
+    metrics = Metrics(ingest, watch, ingest.forwarder.counts if ingest.forwarder else dict)
     unknown = partial(unknown_rollouts, config.journal_folder / INDEX_NAME)
-    http = HttpServer(build_app(ingest, unknown, routes, access.tokens), listener, access.tls)
-    return Receiver(ingest, grpc, config.grpc._replace(port=port), http, config.http._replace(port=http_port))
+    app = build_app(ingest, unknown, [metrics.route, *routes], access.tokens)
+    http = HttpServer(app, listener, access.tls)
+    return Receiver(ingest, watch, grpc, config.grpc._replace(port=port), http, config.http._replace(port=http_port))
+
+
+def _ingest(config: ServeConfig, journal: JournalWriter) -> Ingest:
+    headers = [(name.strip(), value) for name, _, value in (header.partition("=") for header in config.forward_headers)]
+    forwarder = Forwarder(config.forward, config.forward_queue_mib << 20, headers) if config.forward else None
+    return Ingest(journal, config.max_message_mib << 20, config.max_inflight_mib << 20, forwarder)
 
 
 def _listen(flag: str, address: Address) -> socket.socket:

@@ -9,14 +9,14 @@ from typing import Any, Final
 
 import grpc
 from google.protobuf.wrappers_pb2 import StringValue
-from google.rpc.code_pb2 import OK
+from google.rpc.code_pb2 import INVALID_ARGUMENT, OK
 
 from spanmill.collector.access import Access, Tls, Tokens
 from spanmill.collector.compression import grpc_encoding
 from spanmill.collector.config import Address
 from spanmill.collector.ingest import RETRY_INFO, Answer, Ingest
 from spanmill.collector.journal import Kind
-from spanmill.errors import DecodeError, ListenError
+from spanmill.errors import ListenError
 
 _THREADS: Final = 96
 """So many requests can wait for one group commit."""
@@ -149,11 +149,8 @@ class _Uploads:
 def _exporter(ingest: Ingest, kind: Kind, uploads: _Uploads) -> Callable[[Iterator[bytes], Any], bytes]:
     def export(messages: Iterator[bytes], context: Any) -> bytes:
         try:
-            answer = ingest.closed() or _stored(ingest, kind, _message(messages, context, uploads))
+            answer = ingest.closed() or _received(ingest, kind, messages, context, uploads)
         except Exception as error:
-            if not context.is_active():  # the sender is gone, or its message was too large: it has been told
-                ingest.count("cancelled")
-                return b""
             answer = ingest.failed(error)
         if answer.code != OK:
             context.set_trailing_metadata(_trailers(answer))
@@ -163,18 +160,28 @@ def _exporter(ingest: Ingest, kind: Kind, uploads: _Uploads) -> Callable[[Iterat
     return export
 
 
-def _message(messages: Iterator[bytes], context: Any, uploads: _Uploads) -> bytes:
-    with uploads.timed(context):
-        for message in messages:
-            return message
-    raise DecodeError("the request has no message")
+def _received(ingest: Ingest, kind: Kind, messages: Iterator[bytes], context: Any, uploads: _Uploads) -> Answer:
+    try:
+        with uploads.timed(context):
+            message = next(messages, None)
+    except grpc.RpcError:
+        message = None
+    if message is None:
+        # The sender is gone, took too long, or has been told already that its message is too large.
+        ingest.count("cancelled")
+        return Answer(INVALID_ARGUMENT, "the request has no message")
+    return _stored(ingest, kind, message)
 
 
 def _ignore(ingest: Ingest, uploads: _Uploads) -> Callable[[Iterator[bytes], Any], bytes]:
     def export(messages: Iterator[bytes], context: Any) -> bytes:
         with uploads.timed(context):
-            for _ in messages:
-                ingest.count("ignored_metrics")
+            body: bytes = next(messages, b"")
+        with ingest.lease() as lease:
+            # Only whoever they are passed on to needs to see what is in them.
+            unpacked = ingest.unpacked(grpc_encoding(body), body, lease) if ingest.forwarder else body
+            if isinstance(unpacked, bytes):
+                ingest.ignored(unpacked, is_json=False)
         return b""
 
     return export
@@ -200,7 +207,7 @@ def _stored(ingest: Ingest, kind: Kind, body: bytes) -> Answer:
         checked, stored = ingest.begin(kind, unpacked)
         if stored is not None:
             stored.result()
-        return ingest.accepted(kind, checked, len(unpacked))
+        return ingest.accepted(kind, checked, unpacked)
 
 
 def _trailers(answer: Answer) -> list[tuple[str, bytes]]:

@@ -178,7 +178,7 @@ def _exporter(kinds: Mapping[str, Kind]) -> Handler:
             checked, stored = await asyncio.to_thread(ingest.begin, kind, body)
         if stored is not None:
             await asyncio.wrap_future(stored)
-        return _message(media, 200, ingest.accepted(kind, checked, len(body)).success())
+        return _message(media, 200, ingest.accepted(kind, checked, body).success())
 
     return export
 
@@ -188,7 +188,7 @@ async def _ignore(ingest: Ingest, request: Request, lease: Lease) -> Response | 
     body = await _body(ingest, request, lease)
     if isinstance(body, Answer):
         return body
-    ingest.count("ignored_metrics")
+    ingest.ignored(body, is_json=media == _JSON)
     return _message(media, 200, Answer().success())
 
 

@@ -1,6 +1,8 @@
 """`spanmill serve`: the receiver in this process, the indexer in a second one, which is started again if it dies."""
 
+import logging
 import pickle
+import resource
 import select
 import signal
 import subprocess
@@ -13,9 +15,13 @@ from typing import IO
 
 from spanmill.collector.config import ServeConfig
 from spanmill.collector.journal import JournalWriter
-from spanmill.collector.receive import start_receiver
+from spanmill.collector.logs import logging_to_stderr
+from spanmill.collector.receive import Receiver, start_receiver
 from spanmill.errors import DatasetError
 
+_log = logging.getLogger(__name__)
+
+_FILES = 65_536
 POLL_S = 0.2
 RESTART_S = (0.5, 30.0)
 """The first and the longest wait before a dead indexer is started again; it doubles after each that lived shorter."""
@@ -30,17 +36,20 @@ def serve(config: ServeConfig) -> int:
     if an address cannot be had, JournalError or DatasetError if a folder cannot be written or is another service's.
     """
     stop = threading.Event()
-    with _stopping(stop), JournalWriter(config.journal_folder) as journal:
+    _allow_files()
+    with logging_to_stderr(config.log_format), _stopping(stop), JournalWriter(config.journal_folder) as journal:
         indexer = _Indexer(config)
         try:
             receiver = start_receiver(config, journal)
+            receiver.unready("the indexer starts")
             try:
                 indexer.await_ready()
+                receiver.unready(None)
                 print(
                     f"spanmill ready grpc={receiver.grpc_address} http={receiver.http_address} out={config.out}",
                     flush=True,
                 )
-                _watch(indexer, stop)
+                _watch(indexer, receiver, stop)
             finally:
                 deadline = time.monotonic() + config.drain_timeout
                 receiver.stop(config.drain_timeout)
@@ -51,17 +60,27 @@ def serve(config: ServeConfig) -> int:
     return 0
 
 
-def _watch(indexer: "_Indexer", stop: threading.Event) -> None:
+def _watch(indexer: "_Indexer", receiver: Receiver, stop: threading.Event) -> None:
     """Until the service is told to stop, start the indexer again whenever it has died."""
     wait = RESTART_S[0]
     while not stop.wait(POLL_S):
         if not indexer.dead:
+            receiver.unready(None)
             continue
+        receiver.unready("the indexer has died")
         wait = min(2 * wait, RESTART_S[1]) if indexer.age_s < wait else RESTART_S[0]
-        _say(f"the indexer has died{indexer.last_words}; it starts again in {wait:g} s; the journal goes on")
+        _log.warning("the indexer has died%s; it starts again in %g s; the journal goes on", indexer.last_words, wait)
         if stop.wait(wait):
             return
         indexer.start()
+
+
+def _allow_files() -> None:
+    """As many open files, and so connections, as may be: the usual limit of 1024 is for programs that use select."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 @contextmanager
@@ -74,10 +93,6 @@ def _stopping(stop: threading.Event) -> Generator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-
-
-def _say(line: str) -> None:
-    print(f"spanmill: {line}", file=sys.stderr, flush=True)
 
 
 class _Indexer:
@@ -126,10 +141,10 @@ class _Indexer:
         try:
             code = self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            _say("the time to drain is over; the next start writes the rest from the journal")
+            _log.warning("the time to drain is over; the next start writes the rest from the journal")
         else:
             if code:
-                _say(f"the indexer has died{self.last_words}; the next start writes the rest from the journal")
+                _log.warning("the indexer has died%s; the next start writes the rest from the journal", self.last_words)
 
     def kill(self) -> None:
         """End it at once; nothing is lost by that."""

@@ -50,6 +50,11 @@ class Served:
             raise ValueError(f"the service did not start: {self.errors.read_text()}")
         return found[1]
 
+    @property
+    def http_address(self) -> str:
+        """Of OTLP/HTTP and all else."""
+        return self.ready.partition("http=")[2].partition(" ")[0]
+
     def indexer(self) -> int:
         """The process id of the running indexer."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")

@@ -289,7 +289,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_no_loss(tiny_disk: Path) -> None:
     """503 while the disk is full; what was acknowledged is there, and once there is room requests are taken again."""
     (tiny_disk / "ballast").write_bytes(bytes(500_000))
-    config = ServeConfig(out=tiny_disk, grpc=Address("127.0.0.1", 0), http=Address("127.0.0.1", 0))
+    config = ServeConfig(out=tiny_disk, grpc=Address("127.0.0.1", 0), http=Address("127.0.0.1", 0), min_free_mib=0)
     acknowledged: list[bytes] = []
     with JournalWriter(config.journal_folder) as journal:
         receiver = start_receiver(config, journal)

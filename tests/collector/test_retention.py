@@ -32,6 +32,14 @@ def service(tmp_path: Path) -> Iterator[Service]:
     service.close()
 
 
+@pytest.fixture
+def patient_service(tmp_path: Path) -> Iterator[Service]:
+    """The same, which waits 100 days for the end of a rollout."""
+    service = Service(tmp_path, DEFAULT._replace(max_open_ns=100 * DAY * SECOND), segment_bytes=1)
+    yield service
+    service.close()
+
+
 def segments(service: Service) -> list[int]:
     """The segments that are there."""
     return journal.segments(service.folder / "journal")
@@ -108,10 +116,10 @@ def test_a_low_disk_counts_as_too_much(service: Service, monkeypatch: pytest.Mon
     assert 1 == service.indexer.retire()
 
 
-def test_by_age_what_is_open_is_forced_out(service: Service) -> None:
+def test_by_age_what_is_open_is_forced_out(patient_service: Service) -> None:
     """A rollout that waits for an end that never comes is written as it is, and then its spans go."""
+    service = patient_service
     announced = {"spanmill.rollout.id": "r", "spanmill.rollout.started": True}
-    service = restarted(service, max_open_ns=100 * DAY * SECOND)
     service.receive(make_span("r", "start", "root", attributes=announced), make_call("r", "call"))
     service.reward(Reward("nobody", 1.0))
     service.receive(make_span("noise", "ping"))
@@ -124,12 +132,6 @@ def test_by_age_what_is_open_is_forced_out(service: Service) -> None:
     assert 2 == service.indexer.retire()
     assert [("r", "flush", None)] == rollouts(service.out, "rollout_id", "closed_by", "reward")
     assert [("unknown_rollout", "", "nobody")] == set_aside(service)
-
-
-def restarted(service: Service, max_open_ns: int) -> Service:
-    """The service with another wait."""
-    service.close()
-    return Service(service.folder / "other", DEFAULT._replace(max_open_ns=max_open_ns), segment_bytes=1)
 
 
 def expire(service: Service, *names: str) -> None:
@@ -267,5 +269,7 @@ def test_rows_become_records_and_the_same_rows(service: Service) -> None:
     assert [1, 2, 1, 1] == [rows[name].num_rows for name in ("rollouts", "triplets", "episodes", "quarantine")]
     for name, table in rows.items():
         assert table.replace_schema_metadata().combine_chunks() == made[name].replace_schema_metadata().combine_chunks()
-    same, refused = rewarded(rollout, [Reward("r", 1.0), Reward("r", 0.5, call_id="chatcmpl-r-call-0")], Options())
+    same, refused = rewarded(
+        rollout, [Reward("r", 1.0), Reward("r", 0.5, call_id="chatcmpl-r-call-0")], Options().counts
+    )
     assert ([], 1.0, 2) == (refused, same.reward, len(same.rewards))
