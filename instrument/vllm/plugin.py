@@ -4,6 +4,7 @@ vLLM loads the plugin in every one of its processes. Those that never import the
 engine core and its workers, are left as they are.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any, Final
 
 import wrapt
 
-from spanmill.instrument.reports import guarded, report
+from spanmill.instrument.reports import LOGGER, guarded, report
 from spanmill.instrument.vllm import hooks, sender
 from spanmill.instrument.vllm.middleware import Middleware
 
@@ -46,6 +47,8 @@ def register() -> None:
     if _registered or os.environ.get(DISABLED) == "0":
         return
     _registered = True
+    if LOGGER.level == logging.NOTSET:
+        LOGGER.setLevel(logging.WARNING)  # something in vLLM's process raises the root logger's to ERROR
     with guarded("vLLM plugin"):
         for name, wrappers in HOOKS.items():
             wrapt.register_post_import_hook(_patcher(wrappers), name)
