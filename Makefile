@@ -9,7 +9,7 @@ demo: .venv/demo.installed
 	$(BIN)/python demo/demo.py
 
 test: .venv/dev.installed
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not vllm and not peer and not browser"
 
 test-vllm: .venv/dev.installed .vllm/installed
 	$(BIN)/pytest tests/vllm
