@@ -131,6 +131,8 @@ class Ingest:
         """Of requests that were acknowledged, decompressed."""
         self.refusing: str | None = None
         """Why nothing is taken at the moment, though it will be again; None if all is well."""
+        self.room = 1 << 62
+        """Bytes that may be written until the disk is looked at again."""
         self.unready: str | None = None
         """Why what is taken is not made into rows at the moment; None if all is well."""
         self._counts: Counter[str] = Counter()
@@ -174,6 +176,8 @@ class Ingest:
         checked = check(kind, body)
         if checked.spans == 0:
             return checked, None
+        with self.lock:
+            self.room -= len(body)
         return checked, self.journal.append_async(kind, body, time.time_ns())
 
     def accepted(self, kind: Kind, checked: Checked, body: bytes) -> Answer:
@@ -207,10 +211,10 @@ class Ingest:
 
     def closed(self) -> Answer | None:
         """The answer to any request while nothing can be taken; None if one can."""
-        if self.refusing is None:
+        if self.refusing is None and self.room > 0:
             return None
         self.count("refused")
-        return Answer(UNAVAILABLE, f"{self.refusing}: send it again later")
+        return Answer(UNAVAILABLE, f"{self.refusing or 'the disk fills up'}: send it again later")
 
     def unauthenticated(self) -> Answer:
         """The answer to a request without a token."""

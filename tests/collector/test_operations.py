@@ -106,6 +106,26 @@ def test_requests_are_refused_before_the_disk_is_full(
         receiver.stop(5)
 
 
+def test_a_burst_does_not_fill_the_disk(
+    tmp_path: Path, journal: JournalWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written between two looks at the disk counts at once."""
+
+    def free_now(folder: Path) -> int:
+        return (512 << 20) + 100_000
+
+    monkeypatch.setattr(watch, "free_bytes", free_now)
+    monkeypatch.setattr(watch, "_LOOK_S", 60)
+    body = make_request(make_span("t", "large", attributes={"x": "x" * 40_000}))
+    receiver = start_receiver(ServeConfig(out=tmp_path, grpc=FREE, http=FREE), journal)
+    try:
+        with httpx.Client(base_url=f"http://{receiver.http_address}", headers=PROTO) as client:
+            answers = [client.post("/v1/traces", content=body).status_code for _ in range(5)]
+    finally:
+        receiver.stop(5)
+    assert [200, 200, 200, 503, 503] == answers
+
+
 def receiver_looks(receiver: Receiver) -> None:
     """Have it take its figures now."""
     receiver.watch.look()
