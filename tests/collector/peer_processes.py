@@ -1,4 +1,4 @@
-"""Real collectors as processes, in front of spanmill and behind it. They are had by `make test-peers`."""
+"""Real collectors as processes, in front of spanmill and behind it; `tests/peers/get.sh FOLDER` gets them."""
 
 import os
 import re
@@ -12,26 +12,26 @@ import grpc
 import pytest
 from served import EXPORT
 
-FOLDER = Path(os.environ.get("SPANMILL_PEERS", Path.home() / ".cache" / "spanmill-peers"))
-"""Outside the repository: what is here takes minutes to make."""
+FOLDER = os.environ.get("SPANMILL_PEERS")
+"""Where they are: outside the repository, since they take minutes to make. Without it their tests are skipped."""
+HOW = "tests/peers/get.sh ~/.cache/spanmill-peers, then SPANMILL_PEERS=~/.cache/spanmill-peers"
 
 
 def otelcol() -> Path:
     """The Go collector; skips without it."""
-    return _had(FOLDER / "otelcol", f"tests/peers/otelcol/build.sh {FOLDER}/otelcol (Debian packages, two minutes)")
+    return _had("otelcol")
 
 
 def rotel() -> Path:
     """Rotel, a collector in Rust; skips without it."""
-    found = sorted((FOLDER / "rotel").glob("lib/python*/site-packages/rotel/rotel-agent"))
-    venv = FOLDER / "rotel"
-    return _had(found[0] if found else venv / "rotel-agent", f"python3 -m venv {venv} && {venv}/bin/pip install rotel")
+    return _had("rotel/lib/python*/site-packages/rotel/rotel-agent")
 
 
-def _had(path: Path, how: str) -> Path:
-    if not path.exists():
-        pytest.skip(f"needs {path.name}: {how}")
-    return path
+def _had(pattern: str) -> Path:
+    found = sorted(Path(FOLDER).expanduser().glob(pattern)) if FOLDER else []
+    if not found:
+        pytest.skip(f"needs {pattern.partition('/')[0]}: {HOW}")
+    return found[0]
 
 
 def free_ports(count: int) -> list[int]:
