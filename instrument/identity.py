@@ -19,6 +19,9 @@ RESOURCE_ATTRIBUTES: Final = "OTEL_RESOURCE_ATTRIBUTES"
 RUN: Final = "SPANMILL_RUN"
 """Set by `spanmill run` to the id of the rollout whose start and end it reports itself."""
 
+CUSTOM_HEADERS: Final = ("OPENAI_CUSTOM_HEADERS", "ANTHROPIC_CUSTOM_HEADERS")
+"""Variables in which client libraries look for more request headers, a `Name: value` on each line."""
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -142,3 +145,10 @@ def environment(identity: Identity, environ: Mapping[str, str]) -> dict[str, str
     ]
     resource += [f"{f.attribute}={quote(text, safe='')}" for f, text in parts.items()]
     return kept | {f.env: text for f, text in parts.items()} | {RESOURCE_ATTRIBUTES: ",".join(resource)}
+
+
+def with_headers(lines: str, identity: Identity) -> str:
+    """The value of such a variable with the headers of this identity in place of those of any other."""
+    names = {field.header for field in FIELDS}
+    kept = [line for line in lines.splitlines() if line.strip() and line.partition(":")[0].strip().lower() not in names]
+    return "\n".join([*kept, *(f"{name}: {value}" for name, value in headers(identity).items())])

@@ -15,8 +15,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import cached_property
 from types import FrameType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from opentelemetry import baggage, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
@@ -25,7 +26,7 @@ from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter
-from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -70,15 +71,26 @@ class RandomIds(IdGenerator):
 
 
 class RolloutProcessor(SpanProcessor):
-    """Writes the rollout in the baggage on every span that starts under it and hands finished spans to the outbox."""
+    """Writes the rollout in the baggage on every span that starts under it and hands finished spans to the outbox.
 
-    def __init__(self, *, exports: bool = True) -> None:
-        self._exports = exports
+    Where there is none it is the process's own, unless that stands in the span's resource. In a provider of the program
+    that exports to our collector itself it hands on nothing.
+    """
+
+    def __init__(self, program: object = None) -> None:
+        self._program = program
+        self._of_process = identity.from_environment()
+
+    @cached_property
+    def _exports(self) -> bool:
+        return not _sends_to(self._program, _pipeline().host)  # asked late: exporters are added one after the other
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         """Set the identity, whole, unless the span has one of its own."""
         with guarded("identity"):
             found = identity.from_baggage(parent_context)
+            if found is None and ROLLOUT_ID not in span.resource.attributes:
+                found = self._of_process
             if found is not None and ROLLOUT_ID not in (span.attributes or {}):
                 span.set_attributes(identity.attributes(found))
 
@@ -106,9 +118,10 @@ class _Pipeline:
     def __init__(self, outbox: Outbox, host: str) -> None:
         self.outbox = outbox
         self.host = host
+        own = identity.from_environment()
         self.provider = TracerProvider(
             sampler=ALWAYS_ON,
-            resource=Resource.create(),
+            resource=Resource.create(identity.attributes(own) if own is not None else {}),
             shutdown_on_exit=False,
             id_generator=RandomIds(),
             span_limits=SpanLimits(
@@ -200,16 +213,26 @@ def tracer_provider() -> TracerProvider:
 def tracer() -> trace.Tracer:
     """The tracer that makes spanmill's spans, with the program's provider and SIGTERM taken care of."""
     pipeline = _pipeline()
-    program = trace.get_tracer_provider()
-    add: Callable[[SpanProcessor], None] | None = getattr(program, "add_span_processor", None)
-    if add is not None and not any(program is known for known in pipeline.served):
-        pipeline.served.append(program)
-        with guarded("joining the program's provider"):
-            add(RolloutProcessor(exports=not _sends_to(program, pipeline.host)))
+    join(trace.get_tracer_provider())
     if not pipeline.sigterm_is_hooked and threading.current_thread() is threading.main_thread():
         pipeline.sigterm_is_hooked = True
         _hook_sigterm()
     return pipeline.tracer
+
+
+def join(program: object) -> None:
+    """Give a provider of the program our processor, once; one that takes no processors is left alone."""
+    add: Callable[[SpanProcessor], None] | None = getattr(program, "add_span_processor", None)
+    if add is None:
+        return
+    pipeline = _pipeline()
+    if any(program is known for known in pipeline.served):
+        return
+    pipeline.served.append(program)
+    with guarded("joining the program's provider"):
+        add(RolloutProcessor(program))
+        if type(getattr(program, "id_generator", None)) is RandomIdGenerator:
+            cast("TracerProvider", program).id_generator = RandomIds()
 
 
 def _sends_to(provider: object, host: str) -> bool:

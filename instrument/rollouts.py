@@ -16,7 +16,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context, attach, create_key, detach, get_value, set_value
 from opentelemetry.trace import Span, Status, StatusCode
 
-from spanmill.instrument import identity, provider
+from spanmill.instrument import contexts, identity, provider
 from spanmill.instrument.identity import Identity
 from spanmill.instrument.reports import guarded, report
 from spanmill.instrument.rewards import reward
@@ -97,6 +97,7 @@ class Rollout:
         return self
 
     def _begin(self, own: Identity) -> None:
+        contexts.install()
         tracer = provider.tracer()
         context = identity.to_baggage(own, provider.ambient())
         self._span = tracer.start_span(SPAN_NAME, context)

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 from uuid import uuid4
@@ -20,7 +21,7 @@ from uuid import uuid4
 from opentelemetry.context import Context
 
 from spanmill.errors import ConfigError
-from spanmill.instrument import identity, provider
+from spanmill.instrument import contexts, provider
 from spanmill.instrument.exporters import ENDPOINT, PROTOCOL, TRACES_ENDPOINT, TRACES_PATH, protocol_of, with_scheme
 from spanmill.instrument.identity import FIELDS, RUN, Identity
 from spanmill.instrument.outbox import UNDELIVERED
@@ -28,9 +29,8 @@ from spanmill.instrument.reports import keep_quiet
 from spanmill.instrument.rollouts import Rollout
 
 SPANMILL_ENDPOINT: Final = "SPANMILL_ENDPOINT"
-CUSTOM_HEADERS: Final = ("OPENAI_CUSTOM_HEADERS", "ANTHROPIC_CUSTOM_HEADERS")
-"""Variables in which client libraries look for more request headers, a `Name: value` on each line."""
-
+AUTO: Final = str(Path(__file__).parent / "auto")
+"""The folder that makes Python children record themselves, for `PYTHONPATH`."""
 FORWARDED: Final = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -86,30 +86,20 @@ def child_environment(
 
     `context` is what the child's spans are to stand under; `endpoint` where they go, if not where `environ` says.
     """
-    env = identity.environment(own, environ)
-    env[RUN] = own.rollout_id
+    env = contexts.child_environment(own, environ, context)
     env["OTEL_TRACES_SAMPLER"] = "always_on"
     env["OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"] = env["OTEL_SPAN_EVENT_COUNT_LIMIT"] = str(provider.ATTRIBUTE_LIMIT)
     cut = ("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT")  # would cut token arrays
-    for name in (*cut, "OTEL_TRACES_SAMPLER_ARG", *(handed.upper() for handed in provider.HANDED_DOWN)):
+    for name in (*cut, "OTEL_TRACES_SAMPLER_ARG"):
         env.pop(name, None)
-    carrier: dict[str, str] = {}
-    provider.PROPAGATOR.inject(carrier, context)
-    env |= {name.upper(): value for name, value in carrier.items()}
-    for name in CUSTOM_HEADERS:
-        env[name] = _with_headers(env.get(name, ""), identity.headers(own))
+    env |= {name: "spanmill" for name in ("OTEL_PYTHON_DISTRO", "OTEL_PYTHON_CONFIGURATOR") if name not in env}
+    paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path != AUTO]
+    env["PYTHONPATH"] = os.pathsep.join([AUTO, *paths])
     if endpoint:
         env.pop(TRACES_ENDPOINT, None)
         env[ENDPOINT] = with_scheme(endpoint).removesuffix(TRACES_PATH)
         env.setdefault(PROTOCOL, protocol_of(endpoint))
     return env
-
-
-def _with_headers(lines: str, ours: Mapping[str, str]) -> str:
-    """Custom headers with ours in place of those of an outer rollout."""
-    names = {field.header for field in FIELDS}
-    kept = [line for line in lines.splitlines() if line.strip() and line.partition(":")[0].strip().lower() not in names]
-    return "\n".join([*kept, *(f"{name}: {value}" for name, value in ours.items())])
 
 
 def _identity(given: Mapping[str, Any], environ: Mapping[str, str]) -> Identity:

@@ -16,7 +16,7 @@ from otlp_sink import Sink, grpc_receiver
 
 from spanmill.errors import ConfigError
 from spanmill.instrument.identity import Identity
-from spanmill.instrument.run import child_environment, run
+from spanmill.instrument.run import AUTO, child_environment, run
 
 RunCommand = Callable[..., subprocess.Popen[str]]
 STARTED = "spanmill.rollout.started"
@@ -138,8 +138,8 @@ def test_a_command_that_outlives_ctrl_c_and_ends_well_succeeded(grpc_sink: Sink,
     """An agent in which Ctrl-C stops one turn is judged by how it ends."""
     child = """
 import time
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     pass
@@ -188,6 +188,9 @@ def test_the_childs_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "x-spanmill-group-id: g,1\nx-spanmill-mode: train",
         "ANTHROPIC_CUSTOM_HEADERS": "x-spanmill-rollout-id: r/1\nx-spanmill-attempt: 2\n"
         "x-spanmill-group-id: g,1\nx-spanmill-mode: train",
+        "OTEL_PYTHON_DISTRO": "spanmill",
+        "OTEL_PYTHON_CONFIGURATOR": "spanmill",
+        "PYTHONPATH": AUTO,
         "SPANMILL_RUN": "r/1",
         "SPANMILL_ROLLOUT_ID": "r/1",
         "SPANMILL_ATTEMPT": "2",
