@@ -20,12 +20,13 @@ from uuid import uuid4
 
 from opentelemetry.context import Context
 
-from spanmill.errors import ConfigError
+from spanmill.errors import ConfigError, InputError
 from spanmill.instrument import contexts, provider
 from spanmill.instrument.exporters import ENDPOINT, PROTOCOL, TRACES_ENDPOINT, TRACES_PATH, protocol_of, with_scheme
 from spanmill.instrument.identity import FIELDS, RUN, Identity
 from spanmill.instrument.outbox import UNDELIVERED
 from spanmill.instrument.reports import keep_quiet
+from spanmill.instrument.reward_file import REWARD_FILE, read, state_of
 from spanmill.instrument.rollouts import Rollout
 
 SPANMILL_ENDPOINT: Final = "SPANMILL_ENDPOINT"
@@ -56,8 +57,13 @@ def run(
     task_id: str | None = None,
     mode: str | None = None,
     endpoint: str | None = None,
+    reward_from_exit: bool = False,
+    reward_file: str | None = None,
 ) -> int:
     """Run `command` as one rollout and return its exit code.
+
+    `reward_from_exit` rewards it with 1 for exit code 0 and 0 for any other, unless Ctrl-C ended it. `reward_file` is
+    where the command writes its rewards (`reward_file.read`); it finds the path in `SPANMILL_REWARD_FILE`.
 
     That is 128 + n if signal n ended it, 127 if there is no such command, 126 if it cannot be executed. What is not
     given is read from `SPANMILL_ROLLOUT_ID` and the like, unless an outer `spanmill run` set them; without an id the
@@ -71,9 +77,17 @@ def run(
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # stderr is the command's; what is lost is said at the end
     if endpoint:
         provider.configure(endpoint=endpoint)
+    before: tuple[int, int] | None = None
     with Rollout(own, {}) as rollout:
         env = child_environment(own, environ, rollout.context, endpoint=endpoint)
+        if reward_file is not None:
+            env[REWARD_FILE] = os.path.abspath(reward_file)
+            before = state_of(reward_file)
         code, interrupted = _run_child(command, env)
+        if reward_from_exit and not interrupted:
+            rollout.reward(code == 0, name="final")
+        if reward_file is not None:
+            _reward(rollout, reward_file, before)
         rollout.status = "succeeded" if code == 0 else "cancelled" if interrupted else "failed"
     _say_what_is_lost(own, provider.close())
     return code
@@ -123,6 +137,17 @@ def _identity(given: Mapping[str, Any], environ: Mapping[str, str]) -> Identity:
         return Identity(**parts)
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from None
+
+
+def _reward(rollout: Rollout, file: str, before: tuple[int, int] | None) -> None:
+    """Give the rollout the rewards that its command wrote; one line says so if it wrote none."""
+    try:
+        if state_of(file) == before:
+            raise InputError(f"{file}: the command wrote no reward there")
+        for reward in read(file):
+            rollout.reward(reward.value, name=reward.name, call_id=reward.call_id)
+    except InputError as error:
+        print(f"spanmill run: rollout {rollout.id}: {error}", file=sys.stderr)
 
 
 def _run_child(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, bool]:

@@ -133,6 +133,12 @@ def run(
     task_id: Annotated[str | None, typer.Option(metavar="ID", help="the dataset row it works on")] = None,
     mode: Annotated[str | None, typer.Option(metavar="M", help="train, val or test")] = None,
     endpoint: Annotated[str | None, typer.Option(metavar="URL", help="OTLP receiver of its spans")] = None,
+    reward_from_exit: Annotated[
+        bool, typer.Option("--reward-from-exit", help="reward 1 if the command succeeds, else 0")
+    ] = False,
+    reward_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="where the command writes its rewards")
+    ] = None,
 ) -> None:
     """Run a command as one rollout; its exit code decides the status and is passed on."""
     from spanmill.instrument.run import run
@@ -145,6 +151,8 @@ def run(
         task_id=task_id,
         mode=mode,
         endpoint=endpoint,
+        reward_from_exit=reward_from_exit,
+        reward_file=reward_file,
     )
     raise typer.Exit(code)
 

@@ -22,9 +22,9 @@ ROLLOUT = "spanmill.rollout.id"
 PRINT_ENVIRONMENT = (sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))")
 
 
-def child_environment(**options: Any) -> dict[str, str]:
+def child_environment(env: dict[str, str] | None = None) -> dict[str, str]:
     """The environment that a child process finds."""
-    return json.loads(subprocess.run(PRINT_ENVIRONMENT, capture_output=True, check=True, **options).stdout)
+    return json.loads(subprocess.run(PRINT_ENVIRONMENT, capture_output=True, check=True, env=env).stdout)
 
 
 def test_threads(emitted: Spans) -> None:

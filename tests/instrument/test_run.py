@@ -330,3 +330,48 @@ def test_a_collector_that_dies_on_the_way_is_said(command: RunCommand) -> None:
     time.sleep(0.1)
     code, _, err = finish(process, "go\n")
     assert (5, "spanmill run: rollout r1: its start or end") == (code, err.partition(" could not")[0])
+
+
+def rewards(sink: Sink) -> list[tuple[Any, ...]]:
+    """(value, name, call) of the rewards that arrived, in the order of arrival."""
+    names = ("spanmill.reward.value", "spanmill.reward.name", "spanmill.reward.call_id")
+    found = [span["attributes"] for span in sink.spans() if span["name"] == "spanmill.reward"]
+    assert {"r1"} >= {attributes["spanmill.rollout.id"] for attributes in found}
+    return [tuple(attributes.get(name) for name in names) for attributes in found]
+
+
+@pytest.mark.parametrize(("word", "value"), [("true", 1.0), ("false", 0.0)])
+def test_reward_from_exit(word: str, value: float, grpc_sink: Sink, command: RunCommand) -> None:
+    """1 for a command that succeeds, 0 for one that fails."""
+    finish(command(word, rollout_id="r1", endpoint=grpc_sink.endpoint, reward_from_exit=True))
+    assert [(value, "final", None)] == rewards(grpc_sink)
+
+
+def test_a_command_writes_its_rewards(grpc_sink: Sink, command: RunCommand, tmp_path: Path) -> None:
+    """A number is the rollout's; names and calls are taken as they are written; the command is told the path."""
+    file = tmp_path / "rewards"
+    lines = '0.5\n\n{"value": 2, "name": "format"}\n{"value": true, "call_id": "c1"}\n'
+    script = f"cat > $SPANMILL_REWARD_FILE <<'END'\n{lines}END"
+    process = command("sh", "-c", script, rollout_id="r1", endpoint=grpc_sink.endpoint, reward_file=str(file))
+    assert (0, "", "") == finish(process)
+    assert [(0.5, "final", None), (2.0, "format", None), (1.0, None, "c1")] == rewards(grpc_sink)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("true", "{file}: the command wrote no reward there"),
+        ("echo good > $SPANMILL_REWARD_FILE", '{file}:1: expected a number, or {{"value": …'),
+        ('echo \'{{"value": 1, "nmae": 2}}\' > $SPANMILL_REWARD_FILE', '{file}:1: expected a number, or {{"value": …'),
+    ],
+)
+def test_a_reward_that_was_not_written(
+    script: str, said: str, grpc_sink: Sink, command: RunCommand, tmp_path: Path
+) -> None:
+    """No reward is not 0: nothing is sent, one line says why. What an earlier run left there is none."""
+    file = tmp_path / "rewards"
+    file.write_text("1\n")
+    process = command("sh", "-c", script.format(), rollout_id="r1", endpoint=grpc_sink.endpoint, reward_file=str(file))
+    code, _, error = finish(process)
+    assert (0, True) == (code, error.startswith(f"spanmill run: rollout r1: {said.format(file=file)}"))
+    assert [] == rewards(grpc_sink)
