@@ -111,6 +111,23 @@ def test_every_option_explains_itself() -> None:
             "--max-inflight-mib is 512, which has no room for one request of --max-message-mib 600: "
             "expected at least as much",
         ),
+        (
+            {"out": "d", "journal_max_gib": 0},
+            {},
+            "--journal-max-gib is 0: expected a number of GiB above 0, such as 50 or 0.5",
+        ),
+        ({"out": "d", "log_format": "xml"}, {}, "--log-format is 'xml': expected one of text, json"),
+        (
+            {"out": "d", "forward": "tempo:4317"},
+            {},
+            "--forward is 'tempo:4317': expected http://HOST:PORT, https://HOST, grpc://HOST:PORT or grpcs://HOST:PORT",
+        ),
+        (
+            {"out": "d"},
+            {"SPANMILL_FORWARD_HEADERS": "authorization: Bearer secret"},
+            "SPANMILL_FORWARD_HEADERS is not readable: expected NAME=VALUE, separated by commas",
+        ),
+        ({"out": "d", "tls_key": "k"}, {}, "--tls-key is given without --tls-cert: TLS needs both"),
     ],
 )
 def test_what_cannot_work_is_named(flags: Mapping[str, object], environ: Mapping[str, str], message: str) -> None:
@@ -147,6 +164,15 @@ def test_what_cannot_work_in_a_file_is_named(tmp_path: Path, text: str | None, m
     with pytest.raises(ConfigError) as caught:
         load_config({"out": "d"}, {}, file)
     assert str(caught.value) == message.format(file=file)
+
+
+def test_endpoints_and_their_headers() -> None:
+    """As they are typed, in a file also as a list."""
+    urls = ["http://tempo:4318", "https://otlp.example/base/", "grpc://[::1]:4317", "grpcs://tempo:4317"]
+    found = [load_config({"out": "d", "forward": url}, {}, None).forward for url in urls]
+    assert [url.rstrip("/") for url in urls] == found
+    config = load_config({"out": "d", "forward_headers": "a=b=c, x-key=", "journal_max_gib": "0.5"}, {}, None)
+    assert (("a=b=c", "x-key="), 0.5) == (config.forward_headers, config.journal_max_gib)
 
 
 @pytest.mark.parametrize(

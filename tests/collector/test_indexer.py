@@ -377,3 +377,19 @@ def test_whatever_happens_the_rows_are_those_of_build(
     assert newest_rows(service.built()) == newest_rows(service.out)
     assert 0 == service.work(10_000)
     service.close()
+
+
+def test_messages_hold_nothing_of_a_span(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the rules choke, the place is told and not what they choked on; other rollouts are written."""
+
+    def choke(spans: Sequence[Span], *_: object) -> None:
+        raise KeyError(spans)
+
+    service.receive(*make_rollout("r"))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "adapt", choke)
+        assert 0 == service.work(10)
+    (report,) = service.reports
+    assert f"the spans of {trace_id('r')} could not be put together, later tried again: KeyError" in report
+    assert "chatcmpl" not in report
+    assert 1 == service.work(1000)
