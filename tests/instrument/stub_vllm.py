@@ -53,6 +53,21 @@ class Stub:
         """The whole text of every answer, in place of `WORDS`."""
         self.delay_s = 0.0
         """Before each chunk but the first."""
+        self.unique_ids = False
+        """Whether each answer has an id of its own, as vLLM's have."""
+        self.answered = 0
+
+    def head(self, body: Json, *, chat: bool) -> Json:
+        """Id, kind and model of the next answer."""
+        self.answered += 1
+        number = self.answered if self.unique_ids else 1
+        kind = ("chat.completion.chunk" if body.get("stream") else "chat.completion") if chat else "text_completion"
+        return {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{number}",
+            "object": kind,
+            "created": 1,
+            "model": body["model"],
+        }
 
     @property
     def sent(self) -> list[Json]:
@@ -97,17 +112,12 @@ def whole(stub: Stub, body: Json, *, chat: bool) -> Json:
     ids = {"prompt_token_ids": PROMPT if body.get("return_token_ids") else None} if chat else {}
     tokens = n * len(WORDS)
     usage = {"prompt_tokens": len(PROMPT), "completion_tokens": tokens, "total_tokens": len(PROMPT) + tokens}
-    return {**_head(body, chat=chat), "choices": choices, "usage": usage, **ids}
+    return {**stub.head(body, chat=chat), "choices": choices, "usage": usage, **ids}
 
 
-def _head(body: Json, *, chat: bool) -> Json:
-    kind = ("chat.completion.chunk" if body.get("stream") else "chat.completion") if chat else "text_completion"
-    return {"id": "chatcmpl-1" if chat else "cmpl-1", "object": kind, "created": 1, "model": body["model"]}
-
-
-def chunks(body: Json, *, chat: bool) -> Iterator[Json]:
+def chunks(stub: Stub, body: Json, *, chat: bool) -> Iterator[Json]:
     """A streamed answer. Tokens that show nothing make a chunk only for who asks for ids."""
-    head, n = _head(body, chat=chat), body.get("n") or 1
+    head, n = stub.head(body, chat=chat), body.get("n") or 1
     ids = body.get("return_token_ids")
     for c in range(n if chat else 0):
         first = {"index": c, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -149,7 +159,7 @@ def stub_vllm() -> Generator[Stub]:
                 stub.fails -= 1
                 self._send(500, {"error": {"message": "try again"}})
             elif body.get("stream"):
-                self._stream(chunks(body, chat=self.path.endswith("/chat/completions")))
+                self._stream(chunks(stub, body, chat=self.path.endswith("/chat/completions")))
             else:
                 self._send(200, whole(stub, body, chat=self.path.endswith("/chat/completions")))
 

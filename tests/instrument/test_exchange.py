@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stub_vllm import PROMPT, chunks, ids_of, logprobs_of
+from stub_vllm import PROMPT, Stub, chunks, ids_of, logprobs_of
 
 from spanmill.instrument.asking import CHAT, COMPLETIONS, MESSAGES, RESPONSES, missing, named_in, route_of, strip
 from spanmill.instrument.chunks import Chunks
@@ -82,7 +82,7 @@ def test_chunks_become_the_whole_answer(chat: bool, n: int) -> None:
     """Ids, logprobs and texts of each choice in order, prompt ids and usage once."""
     body = {"model": "m", "n": n, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     together = Chunks()
-    for chunk in chunks({**body, "logprobs": True if chat else 0}, chat=chat):
+    for chunk in chunks(Stub(), {**body, "logprobs": True if chat else 0}, chat=chat):
         together.add(chunk)
     answer = together.answer()
     assert [ids_of(c) for c in range(n)] == [c["token_ids"] for c in answer["choices"]]
