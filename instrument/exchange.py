@@ -42,11 +42,12 @@ class Exchange:
         self._body = body
         self._chunks: Chunks | Reply = Chunks() if route in (CHAT, COMPLETIONS) else Reply(route)
         self._streamed = False
-        self._ended = False
+        self._ended = True
         operation = "text_completion" if route == COMPLETIONS else "chat"
         self._around = provider.ambient() if around is None else around
         self._call = Call(request_of(route, body), operation, capture=capture, others=others)
         self._inside = self._call.begin(self._around)
+        self._ended = False
 
     def ask(self, refused: set[str]) -> None:
         """Ask for ids and logprobs, but for the fields that the server is known to refuse."""
@@ -99,6 +100,9 @@ class Exchange:
                 if answer.get("choices"):
                     self._call.from_response(answer)
         self._call.end(error)
+
+    def __del__(self) -> None:
+        self.end()  # nobody read the answer to its end
 
 
 def _object(content: bytes) -> Object | None:

@@ -261,9 +261,6 @@ class _Reading:
         _streaming.discard(self._exchange)
         self._exchange.end(error)
 
-    def __del__(self) -> None:
-        self.end()
-
 
 def _failure(error: BaseException) -> BaseException | None:
     """What ended the reading, unless it was the program that had read enough."""

@@ -36,8 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "spanmill":
             raise
+        extra = "gateway" if error.name == "httpx" else "collector"
         print(
-            f"spanmill: this command needs {error.name}, which is not installed: pip install 'spanmill[collector]'",
+            f"spanmill: this command needs {error.name}, which is not installed: pip install 'spanmill[{extra}]'",
             file=sys.stderr,
         )
         return 1
@@ -155,6 +156,22 @@ def run(
         reward_file=reward_file,
     )
     raise typer.Exit(code)
+
+
+@app.command()
+def gateway(
+    upstream: Annotated[str, typer.Option(metavar="URL", help="the model server", envvar="SPANMILL_UPSTREAM")],
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="where clients connect", envvar="SPANMILL_LISTEN")
+    ] = "127.0.0.1:8800",
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="OTLP receiver of its spans", envvar="SPANMILL_ENDPOINT")
+    ] = None,
+) -> None:
+    """Pass requests on to a model server and record what it samples."""
+    from spanmill.instrument.gateway import gateway
+
+    raise typer.Exit(gateway(upstream, listen, endpoint))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})  # else -0.5 would be one
