@@ -6,6 +6,7 @@ ask for is taken out of the answer again. Streams go on chunk by chunk. Every ot
 
 import asyncio
 import json
+import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
@@ -68,7 +69,8 @@ def gateway(upstream: str, listen: str = "127.0.0.1:8800", endpoint: str | None 
     config = uvicorn.Config(application(upstream), log_level="warning", access_log=False, lifespan="on")
     server = uvicorn.Server(config)
     print(f"spanmill gateway: ready listen=http://{host}:{port} upstream={upstream}", flush=True)
-    with suppress(KeyboardInterrupt):  # uvicorn has ended in peace and hands the signal on
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    with suppress(KeyboardInterrupt, SystemExit):  # uvicorn ends in peace, then hands the signal on
         asyncio.run(server.serve([listening]))
     return 0 if provider.close() else _undelivered()
 
