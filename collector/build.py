@@ -27,6 +27,7 @@ from spanmill.adapters import Options, adapt, keys
 from spanmill.collector import rewards as posted
 from spanmill.collector.config import BuildConfig
 from spanmill.collector.decode import decode
+from spanmill.collector.expired import LIST_NAME, read_expired
 from spanmill.collector.index import Index, Seen
 from spanmill.collector.indexer import INDEX_BYTES, home, options, survey
 from spanmill.collector.inputs import read_requests, read_rewards
@@ -58,6 +59,7 @@ def build(inputs: Sequence[Path], config: BuildConfig) -> int:
     with DatasetWriter(config.out) as dataset:
         for left in config.out.glob(".build-*"):  # by a build that was killed
             rmtree(left)
+        _say_what_expired(inputs)
         recorded = _Recorded(inputs)
         requests = recorded.requests()
         first = list[Request]()
@@ -263,6 +265,17 @@ def _spilled(folder: Path, bucket: int) -> Iterator[Found]:
 
 
 # For people
+
+
+def _say_what_expired(inputs: Sequence[Path]) -> None:
+    """Say of which journals `spanmill serve` has removed something: they may hold parts of rollouts."""
+    lists = {path for found in inputs if found.is_dir() for path in found.rglob(LIST_NAME)}
+    for path in sorted(lists):
+        count = len({key for batch in read_expired(path.parent)[0] for key in batch.rollouts})
+        _say(
+            f"{path.parent} no longer holds all spans of {count:,} rollouts, which were written and then removed; "
+            "what is left of them, if anything, makes parts of rollouts"
+        )
 
 
 def _say(line: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from spanmill.collector.assemble import Component, RolloutKey
 from spanmill.collector.expired import Batch
+from spanmill.collector.index_expired import ExpiredNames
 from spanmill.collector.index_file import holding, open_index
 from spanmill.collector.journal import Kind, Position
 from spanmill.triplets.records import Reward
@@ -76,6 +77,7 @@ class Index:
     def __init__(self, path: Path, due_at: Callable[[Component], int | None] = lambda component: None) -> None:
         self._due_at = due_at
         self._db = open_index(path)
+        self.expired = ExpiredNames(self._db)
         self._changed = dict[int, Component]()
         """The components that the transaction has come to; written at its end."""
 
@@ -131,7 +133,7 @@ class Index:
     def _gathered(self, entries: Iterable[Seen], now_ns: int) -> dict[str, _Gathered]:
         traces = dict[str, _Gathered]()
         for entry in entries:
-            new = [found for found in entry.found if not self._written_before(found.trace, entry.position)]
+            new = [found for found in entry.found if not self.expired.written_before(found.trace, entry.position)]
             if not new:
                 continue
             added = self._db.execute("INSERT INTO requests (segment, offset) VALUES (?, ?)", entry.position)
@@ -164,7 +166,7 @@ class Index:
             component.signal_ns = seen.oldest_ns
         component.flushed = False
         # What still comes for a trace that has expired joins nothing: it is set aside.
-        for kind, value in () if self._expired_trace(name) else sorted(seen.keys):
+        for kind, value in () if self.expired.trace(name) else sorted(seen.keys):
             self._add_edge(kind, value, trace)
 
     def _add_edge(self, kind: str, value: str, trace: int) -> None:
@@ -222,7 +224,7 @@ class Index:
                     self._merge(self._component_of(trace), self._component_of(others[0]))
 
     def _add_reward(self, reward: Reward, received_ns: int, position: Position) -> None:
-        if self._rewarded_before(reward, position):
+        if self.expired.rewarded_before(reward, position):
             return
         write = (reward.rollout_id, reward.attempt, reward.call_id, reward.name)
         self._db.execute(
@@ -382,7 +384,7 @@ class Index:
         """The rewards in a segment whose rollout nobody has named, in journal order."""
         rows = self._db.execute(f"{_REWARD} WHERE segment = ? ORDER BY id", (segment,)).fetchall()
         alone = [_reward(row) for row in rows if not self.components_of_rollout(row[0])]
-        return [reward for reward in alone if not self._expired_attempt(reward)]
+        return [reward for reward in alone if not self.expired.attempt(reward)]
 
     def force(self, components: Iterable[int]) -> None:
         """Have components closed at the next look, whatever they wait for."""
@@ -408,25 +410,17 @@ class Index:
             self._db.execute("DELETE FROM requests WHERE segment = ?", (segment,))
             self._db.execute("DELETE FROM segments WHERE segment = ?", (segment,))
 
-    @property
-    def expired_read(self) -> int:
-        """How many bytes of the list of what expired have been taken in."""
-        row = self._db.execute("SELECT bytes FROM expired_read").fetchone()
-        return row[0] if row else 0
-
     def expire(self, batches: Iterable[Batch], end: int) -> None:
         """Take in the list of what expired, up to byte `end`: such components are known no more, but by name."""
         with self._transaction():
             for batch in batches:
                 for name in batch.traces:
                     self._forget_trace(name)
-                    self._db.execute("INSERT OR REPLACE INTO expired_traces VALUES (?, ?, ?)", (name, *batch.upto))
                 for key in batch.rollouts:
                     self._db.execute("DELETE FROM written WHERE rollout_id = ? AND attempt = ?", key)
-                    self._db.execute("INSERT OR REPLACE INTO expired_rollouts VALUES (?, ?, ?, ?)", (*key, *batch.upto))
                     self._db.execute("DELETE FROM rewards WHERE rollout_id = ?1 AND coalesce(attempt, ?2) = ?2", key)
-            self._db.execute("DELETE FROM expired_read")
-            self._db.execute("INSERT INTO expired_read VALUES (?)", (end,))
+                self.expired.add(batch)
+            self.expired.add_end(end)
 
     def _forget_trace(self, name: str) -> None:
         row = self._db.execute("SELECT id, component FROM traces WHERE name = ?", (name,)).fetchone()
@@ -452,12 +446,7 @@ class Index:
 
     def is_expired(self, component: int) -> bool:
         """Whether a component holds what still came for a trace that has expired; such a trace stands alone."""
-        return any(self._expired_trace(name) is not None for name in self.traces(component))
-
-    def expired_rollouts(self, keys: Iterable[RolloutKey]) -> set[RolloutKey]:
-        """Those of the rollouts that have expired."""
-        select = "SELECT 1 FROM expired_rollouts WHERE rollout_id = ? AND attempt = ?"
-        return {key for key in keys if self._db.execute(select, key).fetchone()}
+        return any(self.expired.trace(name) is not None for name in self.traces(component))
 
     def rewards_of_expired(self, most: int) -> list[tuple[RolloutKey, Reward]]:
         """Rewards, in journal order, for rollouts that have expired, with the one that each is for."""
@@ -466,38 +455,12 @@ class Index:
         )
         found = list[tuple[RolloutKey, Reward]]()
         for reward in map(_reward, rows.fetchall()):
-            attempt = self._expired_attempt(reward)
+            attempt = self.expired.attempt(reward)
             if attempt is not None and (
                 reward.attempt is not None or not self.components_of_rollout(reward.rollout_id)
             ):
                 found.append(((reward.rollout_id, attempt), reward))
         return found
-
-    def _expired_attempt(self, reward: Reward) -> int | None:
-        """The attempt that a reward is for, if it has expired; where the reward names none, the highest that has."""
-        (attempt,) = self._db.execute(
-            "SELECT max(attempt) FROM expired_rollouts WHERE rollout_id = ?1 AND attempt = coalesce(?2, attempt)",
-            (reward.rollout_id, reward.attempt),
-        ).fetchone()
-        return attempt
-
-    def _expired_trace(self, name: str) -> Position | None:
-        """Up to where the spans of a trace were written before it expired."""
-        row = self._db.execute("SELECT segment, offset FROM expired_traces WHERE name = ?", (name,)).fetchone()
-        return Position(*row) if row else None
-
-    def _written_before(self, trace: str, position: Position) -> bool:
-        upto = self._expired_trace(trace)
-        return upto is not None and position < upto
-
-    def _rewarded_before(self, reward: Reward, position: Position) -> bool:
-        """Whether a reward, met again as the journal is read anew, is in the rows of a rollout that has expired."""
-        row = self._db.execute(
-            "SELECT segment, offset FROM expired_rollouts WHERE rollout_id = ?1 AND (attempt = ?2 OR ?2 IS NULL)"
-            " ORDER BY attempt DESC",
-            (reward.rollout_id, reward.attempt),
-        ).fetchone()
-        return row is not None and position < Position(*row)
 
 
 def _component(row: Sequence[int]) -> Component:

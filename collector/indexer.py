@@ -373,7 +373,7 @@ class Indexer:
                 f"the spans of {traces} could not be put together, later tried again: {type(error).__name__}\n{where}"
             )
             return _Outcome(component, [], Closed([], now_ns + max(self._timing.idle_ns, SECOND)), set(), [])
-        gone_before = self._index.expired_rollouts((row.rollout_id, row.attempt) for row in adapted.rollouts)
+        gone_before = self._index.expired.rollouts((row.rollout_id, row.attempt) for row in adapted.rollouts)
         if gone_before:
             return self._partly_expired(component, spans, adapted, gone_before, unreadable, now_ns)
         rollouts = adapted.rollouts

@@ -44,7 +44,7 @@ class Retired(NamedTuple):
 
 def take_in(folder: Path, index: Index) -> None:
     """Tell an index what has expired since it last read the list."""
-    batches, end = read_expired(folder, index.expired_read)
+    batches, end = read_expired(folder, index.expired.read)
     if batches:
         index.expire(batches, end)
 
@@ -92,7 +92,7 @@ def _remove(folder: Path, index: Index, segment: int, components: Sequence[Compo
         traces = [name for component in components for name in index.traces(component.id) if name]
         rollouts = sorted({key for component in components for key in index.written(component.id)})
         batch = Batch(position, sorted(traces), rollouts)
-        index.expire([batch], append_expired(folder, [batch], index.expired_read))
+        index.expire([batch], append_expired(folder, [batch], index.expired.read))
     index.drop_segment(segment)
     try:
         journal.segment_path(folder, segment).unlink(missing_ok=True)

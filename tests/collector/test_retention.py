@@ -254,6 +254,16 @@ def test_a_torn_list_is_cut_and_a_damaged_one_stops_the_start(service: Service) 
     service.restart()
 
 
+def test_build_says_what_a_journal_no_longer_holds(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    """Since parts of rollouts may be all that is left."""
+    expire(service, "a", "b")
+    service.built()
+    assert (
+        f"spanmill: {service.folder}/journal no longer holds all spans of 2 rollouts, which were written"
+        in capsys.readouterr().err
+    )
+
+
 def test_rows_become_records_and_the_same_rows(service: Service) -> None:
     """What is read from a dataset and written again is the same, value by value."""
     bad = {"spanmill.response.token_ids": b"\x01"}
