@@ -50,6 +50,8 @@ REWARDS_AT_ONCE = 1000
 """For rollouts whose spans are gone."""
 REWRITE_S = 30.0
 """Superseded rows stay under the table folders about this long."""
+RETIRE_S = 5.0
+"""The journal is above its limit about this long."""
 KEEP_OLD_S = 60.0
 """Replaced files stay this long for readers that have them open."""
 POLL_S = 0.1
@@ -463,7 +465,7 @@ def run(config: ServeConfig, control: int, ready: Callable[[], None]) -> None:
     folder = config.journal_folder
     with logging_to_stderr(config.log_format), _alone(folder), closing(_opened(folder, config)) as indexer:
         ready()
-        looked = tidied = time.monotonic()
+        looked = tidied = retired = time.monotonic()
         while True:
             flushed = indexer.step()
             now = time.monotonic()
@@ -472,8 +474,10 @@ def run(config: ServeConfig, control: int, ready: Callable[[], None]) -> None:
                 looked = now
             if now - tidied >= REWRITE_S:
                 indexer.tidy()
-                indexer.retire()
                 tidied = now
+            if now - retired >= RETIRE_S:
+                indexer.retire()
+                retired = now
             message = _received(control, 0 if indexer.behind else POLL_S)
             if message is not None:
                 break

@@ -1,4 +1,4 @@
-"""Requests that nobody would send, and what must hold for each: for the test, and for bench/fuzz.py."""
+"""Requests that nobody would send, and what must hold for each: for the test, and for bench/fuzz_requests.py."""
 
 import gzip
 import random
