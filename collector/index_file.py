@@ -82,16 +82,22 @@ def holding(db: sqlite3.Connection, rollout_id: str) -> list[int]:
 
 
 def unknown_rollouts(path: Path, rollout_ids: Iterable[str]) -> list[str] | None:
-    """Those of the rollouts that no indexed span names, in the order given; None if the index cannot be read.
+    """Those of the rollouts that no span has named, in the order given; None if the index cannot be read.
 
     For other processes than the one that uses the index: it is opened for reading alone, for this one question. What
     was received in the last moments may not be indexed yet.
     """
     try:
         with closing(_read_only(path)) as db:
-            return [name for name in dict.fromkeys(rollout_ids) if not holding(db, name)]
+            return [name for name in dict.fromkeys(rollout_ids) if not holding(db, name) and not _expired(db, name)]
     except sqlite3.Error:
         return None
+
+
+def _expired(db: sqlite3.Connection, rollout_id: str) -> bool:
+    """Whether spans named a rollout before they were removed from the journal."""
+    found = db.execute("SELECT 1 FROM expired_rollouts WHERE rollout_id = ? LIMIT 1", (rollout_id,)).fetchone()
+    return found is not None
 
 
 class Progress(NamedTuple):

@@ -379,6 +379,20 @@ def test_whatever_happens_the_rows_are_those_of_build(
     service.close()
 
 
+def test_ids_that_look_like_paths_are_ids(service: Service) -> None:
+    """A rollout id names no file, whatever it is made of."""
+    names = ["../../../tmp/r", "/etc/r", "a\x00b", "C:\\r", "..", "x" * 5000]
+    for number, name in enumerate(names):
+        service.receive(*make_rollout(f"t{number}", root={"spanmill.rollout.id": name}))
+    before = sorted(service.folder.rglob("*"))
+    assert len(names) == service.work(10)
+    assert sorted(names) == sorted(name for (name,) in rollouts(service.out, "rollout_id"))
+    made = {path.relative_to(service.folder).as_posix() for path in set(service.folder.rglob("*")) - set(before)}
+    assert {
+        f"out/{table}/part-00000001.parquet" for table in ("rollouts", "triplets", "episodes", "quarantine")
+    } == made
+
+
 def test_messages_hold_nothing_of_a_span(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the rules choke, the place is told and not what they choked on; other rollouts are written."""
 

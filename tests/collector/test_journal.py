@@ -427,3 +427,14 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         segment, offset, worker, number = map(int, line.split())
         assert kept[Position(segment, offset)] == b"%d.%d." % (worker, number) * (number % 300)
     assert {position: kept[position] for position in seen} == seen
+
+
+def test_a_segment_grows_no_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that comes 6 hours after a segment was begun begins a new one, so that what is old can be removed."""
+    now = [1000.0]
+    monkeypatch.setattr("spanmill.collector.journal.time.monotonic", lambda: now[0])
+    with JournalWriter(tmp_path) as journal:
+        for seconds in (0, 6 * 3600, 1, 6 * 3600):
+            now[0] += seconds
+            journal.append(Kind.FLUSH, b"", 1)
+    assert [1, 1, 2, 2] == [entry.position.segment for entry in read(tmp_path)]

@@ -10,6 +10,7 @@ from spanmill.adapters import Options
 from spanmill.collector import journal
 from spanmill.collector.assemble import SECOND
 from spanmill.collector.expired import LIST_NAME
+from spanmill.collector.index_file import INDEX_NAME, unknown_rollouts
 from spanmill.collector.late_rewards import rewarded
 from spanmill.collector.retention import Keep
 from spanmill.errors import JournalError
@@ -252,6 +253,12 @@ def test_a_torn_list_is_cut_and_a_damaged_one_stops_the_start(service: Service) 
         service.restart(lose_index=True)
     path.write_bytes(path.read_bytes()[1:])
     service.restart()
+
+
+def test_a_reward_for_an_expired_rollout_does_not_wait(service: Service) -> None:
+    """Its sender is not told that the rollout is unknown."""
+    expire(service, "a")
+    assert ["b"] == unknown_rollouts(service.folder / "journal" / INDEX_NAME, ["a", "b"])
 
 
 def test_build_says_what_a_journal_no_longer_holds(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
