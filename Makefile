@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-vllm check bench fuzz docs
+.PHONY: demo test test-vllm test-agents check bench fuzz docs
 
 demo: .venv/demo.installed
 	$(BIN)/python demo/demo.py
@@ -13,6 +13,9 @@ test: .venv/dev.installed
 
 test-vllm: .venv/dev.installed .vllm/installed
 	$(BIN)/pytest tests/vllm
+
+test-agents: .venv/dev.installed .vllm/installed
+	$(BIN)/python tests/agents/environments.py && $(BIN)/pytest tests/agents
 
 check: .venv/dev.installed
 	$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/pyright --pythonpath $(BIN)/python

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
+from types import FrameType
 from typing import Final, cast
 from urllib.parse import urlsplit
 
@@ -69,10 +70,14 @@ def gateway(upstream: str, listen: str = "127.0.0.1:8800", endpoint: str | None 
     config = uvicorn.Config(application(upstream), log_level="warning", access_log=False, lifespan="on")
     server = uvicorn.Server(config)
     print(f"spanmill gateway: ready listen=http://{host}:{port} upstream={upstream}", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGTERM, _stop)
     with suppress(KeyboardInterrupt, SystemExit):  # uvicorn ends in peace, then hands the signal on
         asyncio.run(server.serve([listening]))
     return 0 if provider.close() else _undelivered()
+
+
+def _stop(_: int, __: FrameType | None) -> None:
+    sys.exit()
 
 
 def _undelivered() -> int:

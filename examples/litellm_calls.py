@@ -1,0 +1,22 @@
+"""LiteLLM over the `openai/` provider: one whole answer, one streamed."""
+
+import os
+import sys
+
+import litellm
+
+
+def main(question: str) -> None:
+    """Print both answers."""
+    request = {
+        "model": f"openai/{os.environ['MODEL']}",
+        "api_base": os.environ["OPENAI_BASE_URL"],
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 32,
+    }
+    print(litellm.completion(**request).choices[0].message.content)
+    print("".join(chunk.choices[0].delta.content or "" for chunk in litellm.completion(**request, stream=True)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
