@@ -20,8 +20,10 @@ from spanmill.errors import ListenError
 
 _THREADS: Final = 96
 """So many requests can wait for one group commit."""
-_UPLOAD_TIMEOUT_S: Final = 120.0
+_UPLOAD_TIMEOUT_S: Final = 60.0
 """A sender that stops in the middle of its request does not keep a thread for ever."""
+_TURN_S: Final = 3.0
+"""So long a request waits for its turn to be received; senders give up after 5 s or more."""
 _MINUTE_MS: Final = 60_000
 OPTIONS: Final[dict[str, int]] = {
     "grpc.so_reuseport": 0,  # a busy port is an error, not a second server that gets half of the requests
@@ -61,7 +63,7 @@ def start(ingest: Ingest, address: Address, access: Access) -> tuple[Any, int]:
         options=list(options.items()),
         interceptors=[_Guard(ingest, access.tokens)] if access.tokens else [],
     )
-    uploads = _Uploads()
+    uploads = _Uploads(ingest)
     methods = {
         f"{_PACKAGE}.trace.v1.TraceService": {"Export": _exporter(ingest, Kind.TRACES_PROTO, uploads)},
         f"{_PACKAGE}.logs.v1.LogsService": {"Export": _exporter(ingest, Kind.LOGS_PROTO, uploads)},
@@ -119,16 +121,38 @@ class _Guard(_grpc.ServerInterceptor):
 
 
 class _Uploads:
-    """Requests whose message is on its way; cancels those that take too long, which their sender sends again."""
+    """Requests whose message is on its way; cancels those that take too long, which their sender sends again.
 
-    def __init__(self) -> None:
+    How large a message is shows when it is there. So that memory is bounded, only so many are received at a time as
+    would come to twice the byte budget.
+    """
+
+    def __init__(self, ingest: Ingest) -> None:
+        self._turns = threading.BoundedSemaphore(max(4, 2 * ingest.max_inflight_bytes // ingest.max_message_bytes))
+        self._ingest = ingest
         self._lock = threading.Lock()
         self._running: dict[int, tuple[float, Any]] = {}
         threading.Thread(target=self._watch, name="spanmill-grpc-uploads", daemon=True).start()
 
+    def receive(self, messages: Iterator[bytes], context: Any) -> bytes | Answer:
+        """The message of a request, or why there is none."""
+        if not self._turns.acquire(timeout=_TURN_S):
+            return self._ingest.overloaded()
+        try:
+            with self._timed(context):
+                message = next(messages, None)
+        except grpc.RpcError:
+            message = None
+        finally:
+            self._turns.release()
+        if message is None:
+            # The sender is gone, took too long, or has been told already that its message is too large.
+            self._ingest.count("cancelled")
+            return Answer(INVALID_ARGUMENT, "the request has no message")
+        return message
+
     @contextmanager
-    def timed(self, context: Any) -> Generator[None]:
-        """Around the receiving of a message."""
+    def _timed(self, context: Any) -> Generator[None]:
         with self._lock:
             self._running[id(context)] = time.monotonic() + _UPLOAD_TIMEOUT_S, context
         try:
@@ -152,39 +176,44 @@ def _exporter(ingest: Ingest, kind: Kind, uploads: _Uploads) -> Callable[[Iterat
             answer = ingest.closed() or _received(ingest, kind, messages, context, uploads)
         except Exception as error:
             answer = ingest.failed(error)
-        if answer.code != OK:
-            context.set_trailing_metadata(_trailers(answer))
-            context.abort(_CODES[answer.code], answer.message)  # which raises
-        return answer.success().SerializeToString()
+        return _answered(answer, context)
 
     return export
 
 
 def _received(ingest: Ingest, kind: Kind, messages: Iterator[bytes], context: Any, uploads: _Uploads) -> Answer:
-    try:
-        with uploads.timed(context):
-            message = next(messages, None)
-    except grpc.RpcError:
-        message = None
-    if message is None:
-        # The sender is gone, took too long, or has been told already that its message is too large.
-        ingest.count("cancelled")
-        return Answer(INVALID_ARGUMENT, "the request has no message")
-    return _stored(ingest, kind, message)
+    message = uploads.receive(messages, context)
+    return message if isinstance(message, Answer) else _stored(ingest, kind, message)
 
 
 def _ignore(ingest: Ingest, uploads: _Uploads) -> Callable[[Iterator[bytes], Any], bytes]:
     def export(messages: Iterator[bytes], context: Any) -> bytes:
-        with uploads.timed(context):
-            body: bytes = next(messages, b"")
-        with ingest.lease() as lease:
-            # Only whoever they are passed on to needs to see what is in them.
-            unpacked = ingest.unpacked(grpc_encoding(body), body, lease) if ingest.forwarder else body
-            if isinstance(unpacked, bytes):
-                ingest.ignored(unpacked, is_json=False)
-        return b""
+        try:
+            answer = _dropped(ingest, uploads.receive(messages, context))
+        except Exception as error:
+            answer = ingest.failed(error)
+        return _answered(answer, context)
 
     return export
+
+
+def _dropped(ingest: Ingest, message: bytes | Answer) -> Answer:
+    """Only whoever they are passed on to needs to see what is in them."""
+    if isinstance(message, Answer):
+        return message
+    with ingest.lease() as lease:
+        unpacked = ingest.unpacked(grpc_encoding(message), message, lease) if ingest.forwarder else message
+        if isinstance(unpacked, Answer):
+            return unpacked
+        ingest.ignored(unpacked, is_json=False)
+    return Answer()
+
+
+def _answered(answer: Answer, context: Any) -> bytes:
+    if answer.code != OK:
+        context.set_trailing_metadata(_trailers(answer))
+        context.abort(_CODES[answer.code], answer.message)  # which raises
+    return answer.success().SerializeToString()
 
 
 def _health(ingest: Ingest, services: Sequence[str]) -> Callable[[bytes, Any], bytes]:

@@ -2,12 +2,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from served import FREE
 
-from spanmill.collector.config import Address, ServeConfig
+from spanmill.collector.config import ServeConfig
 from spanmill.collector.journal import JournalWriter
 from spanmill.collector.receive import Receiver, start_receiver
-
-FREE = Address("127.0.0.1", 0)
 
 
 @pytest.fixture

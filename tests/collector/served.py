@@ -11,8 +11,12 @@ from typing import TypeVar
 
 import grpc
 
+from spanmill.collector.config import Address
+
 SPANMILL = Path(sys.executable).with_name("spanmill")
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+FREE = Address("127.0.0.1", 0)
+"""Any port that is free, on loopback."""
 QUICK = ("--settle", "0.2", "--flush-interval", "0.1")
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from conftest import FREE
 from made_spans import make_request, make_span
+from served import FREE, wait_for
 
 from spanmill.collector import http_connection, receive_grpc, receive_http
 from spanmill.collector.config import ServeConfig
@@ -153,6 +153,27 @@ def test_a_stalled_upload_is_cancelled(monkeypatch: pytest.MonkeyPatch, started:
         ended.set()
         assert ("CANCELLED", b"") == (code, channel.unary_unary(TRACES)(BODY, timeout=10))
     assert {"requests": 1, "spans": 1, "cancelled": 1} == receiver.counts()
+
+
+def test_only_so_many_are_received_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, journal: JournalWriter
+) -> None:
+    """As many as would come to twice the byte budget; another one is to be sent again, and goes when they are done."""
+    monkeypatch.setattr(receive_grpc, "_TURN_S", 0.2)
+    config = ServeConfig(out=tmp_path, grpc=FREE, http=FREE, max_message_mib=64, max_inflight_mib=128)
+    receiver, ended = start_receiver(config, journal), threading.Event()
+
+    def stalling() -> Iterator[bytes]:
+        ended.wait(30)
+        yield BODY
+
+    with _grpc.insecure_channel(str(receiver.grpc_address)) as channel:
+        stalled = [channel.stream_unary(TRACES).future(stalling(), timeout=30) for _ in range(4)]
+        wait_for(lambda: code_of(lambda: channel.unary_unary(TRACES)(BODY, timeout=10)) == "UNAVAILABLE")
+        ended.set()
+        assert [b""] * 4 == [one.result() for one in stalled]
+        assert b"" == channel.unary_unary(TRACES)(BODY, timeout=10)
+    receiver.stop(5)
 
 
 def test_connections_are_counted_on_grpc_too(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Receiver]) -> None:

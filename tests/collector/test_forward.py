@@ -8,12 +8,11 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from conftest import FREE
 from google.protobuf.json_format import MessageToDict
 from google.rpc.code_pb2 import INVALID_ARGUMENT
 from made_spans import make_request, make_span
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from served import wait_for
+from served import FREE, wait_for
 
 from spanmill.collector import forward
 from spanmill.collector.config import Address, ServeConfig

@@ -7,11 +7,10 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from conftest import FREE
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from made_spans import make_call, make_request, make_rollout, make_span
-from served import QUICK, Served, wait_for
+from served import FREE, QUICK, Served, wait_for
 
 from spanmill.collector import watch
 from spanmill.collector.config import ServeConfig
