@@ -20,6 +20,9 @@ LOGPROBS: Final = "logprobs"
 TOP_LOGPROBS: Final = "top_logprobs"
 FIELDS: Final = (IDS, TOP_LOGPROBS, LOGPROBS)
 
+REFUSED: Final = (400, 422)
+"""Statuses by which a server says that it does not take a field."""
+
 _NOT_ALONE: Final = ("echo", "use_beam_search", "best_of")
 """Options of completions under which ids and logprobs are not those of the answer alone."""
 

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from spanmill.errors import ConfigError, ListenError
 from spanmill.instrument import identity, provider
-from spanmill.instrument.asking import Object, named_in, route_of
+from spanmill.instrument.asking import REFUSED, Object, named_in, route_of
 from spanmill.instrument.calls import Attributes
 from spanmill.instrument.exchange import Exchange
 from spanmill.instrument.sse import Events
@@ -48,7 +48,6 @@ HOP: Final = frozenset(
 )
 """Headers of one connection, or that are made anew for the next."""
 
-REFUSED: Final = (400, 422)
 TIMEOUT: Final = httpx.Timeout(None, connect=10)
 """An answer may take as long as its client waits."""
 

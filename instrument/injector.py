@@ -5,32 +5,25 @@ answer off the wire, before anything is parsed: so an answer that does not parse
 what it would have got. openai 1.x to 3.x, anthropic; sync, async, streamed, raw and parsed.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from copy import copy
-from functools import cache
 from types import ModuleType
 from typing import Any, Final, cast
-from weakref import WeakSet
 
 from wrapt import register_post_import_hook, wrap_function_wrapper
 
-from spanmill.instrument import hosts, provider
-from spanmill.instrument.asking import Object, named_in, route_of
+from spanmill.instrument import hosts, litellm_transport
+from spanmill.instrument.asking import REFUSED, Object, named_in, route_of
 from spanmill.instrument.exchange import Exchange
 from spanmill.instrument.reports import guarded
-from spanmill.instrument.sse import Events
+from spanmill.instrument.responses import is_open, read_along
 
 MODULES: Final = ("openai._base_client", "anthropic._base_client")
-EVENT_STREAM: Final = "text/event-stream"
-REFUSED: Final = (400, 422)
-"""Statuses by which a server says that it does not take a field."""
-
 SKIPPED: Final = "x-spanmill-skip"
 """Header of a request that is not to be recorded, if it is "1"."""
 
 _current: ContextVar["Exchange | None"] = ContextVar("spanmill-exchange", default=None)
-_streaming: WeakSet[Exchange] = WeakSet()
 _patched: set[str] = set()
 
 
@@ -40,8 +33,7 @@ def install() -> None:
         if name not in _patched:
             _patched.add(name)
             register_post_import_hook(_patch, name)
-    if _end_streams not in provider.on_process_end:
-        provider.on_process_end.append(_end_streams)
+    litellm_transport.install()
 
 
 def _patch(module: ModuleType) -> None:
@@ -49,12 +41,6 @@ def _patch(module: ModuleType) -> None:
         for kind, request in (("SyncAPIClient", _request), ("AsyncAPIClient", _request_async)):
             wrap_function_wrapper(module, f"{kind}.request", request)
             wrap_function_wrapper(module, f"{kind}._process_response", _process_response)
-
-
-def _end_streams() -> None:
-    """The process ends with streams that nobody read to their end."""
-    for left in list(_streaming):
-        left.end()
 
 
 # ------------------------------------------------------------------ the request
@@ -137,7 +123,7 @@ def _request(wrapped: Callable[..., Any], client: Any, args: tuple[Any, ...], kw
         raise
     finally:
         _current.reset(token)
-    if exchange not in _streaming:
+    if not is_open(exchange):
         exchange.end()
     return result
 
@@ -175,7 +161,7 @@ async def _request_async(
         raise
     finally:
         _current.reset(token)
-    if exchange not in _streaming:
+    if not is_open(exchange):
         exchange.end()
     return result
 
@@ -188,116 +174,5 @@ def _process_response(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...]
     exchange, response = _current.get(), kwargs.get("response")
     if exchange is not None and response is not None:
         with guarded("answer"):
-            if hasattr(response, "_content"):
-                _replace(response, exchange.whole(response.content))
-            else:
-                _watch(response, exchange)
+            read_along(response, exchange)
     return wrapped(*args, **kwargs)
-
-
-def _replace(response: Any, content: bytes) -> None:
-    if content is not response.content:
-        response._content = content
-        cast("Object", vars(response)).pop("_text", None)
-
-
-def _watch(response: Any, exchange: Exchange) -> None:
-    """Read along what comes of a response that is still open, until it ends, is closed or is thrown away."""
-    is_stream = response.headers.get("content-type", "").startswith(EVENT_STREAM)
-    response.spanmill_reading = _Reading(exchange, is_stream)
-    response.__class__ = _watched(cast("type[Any]", type(response)))
-    _streaming.add(exchange)
-
-
-@cache
-def _watched(kind: type[Any]) -> type[Any]:
-    """The class of a response, whose every way to its bytes or to its end leads past its `spanmill_reading`."""
-
-    def iter_bytes(self: Any, chunk_size: int | None = None) -> Iterator[bytes]:
-        return _read(self.spanmill_reading, kind.iter_bytes(self, chunk_size))
-
-    def aiter_bytes(self: Any, chunk_size: int | None = None) -> AsyncIterator[bytes]:
-        return _read_async(self.spanmill_reading, kind.aiter_bytes(self, chunk_size))
-
-    def close(self: Any) -> None:
-        kind.close(self)
-        self.spanmill_reading.closed()
-
-    async def aclose(self: Any) -> None:
-        await kind.aclose(self)
-        self.spanmill_reading.closed()
-
-    ours = {"iter_bytes": iter_bytes, "aiter_bytes": aiter_bytes, "close": close, "aclose": aclose}
-    return type(kind.__name__, (kind,), {**ours, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
-
-
-class _Reading:
-    """The reading of one open response."""
-
-    def __init__(self, exchange: Exchange, is_stream: bool) -> None:
-        self._exchange = exchange
-        self._events = Events(exchange.event) if is_stream else None
-        self._whole = bytearray()
-        self.is_inside = False
-
-    def feed(self, data: bytes) -> bytes:
-        """The next bytes of the response in, those for the program out."""
-        if self._events is not None:
-            return self._events.feed(data)
-        self._whole += data
-        return b""
-
-    def rest(self) -> bytes:
-        """The response has come to its end."""
-        return self._events.close() if self._events is not None else self._exchange.whole(bytes(self._whole))
-
-    def closed(self) -> None:
-        """The response was closed: by the program, or by itself after its last byte, which is still to be read."""
-        if not self.is_inside:
-            self.end()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Nothing more will be read."""
-        _streaming.discard(self._exchange)
-        self._exchange.end(error)
-
-
-def _failure(error: BaseException) -> BaseException | None:
-    """What ended the reading, unless it was the program that had read enough."""
-    return None if isinstance(error, GeneratorExit) else error
-
-
-def _read(reading: _Reading, source: Iterator[bytes]) -> Generator[bytes]:
-    try:
-        while True:
-            reading.is_inside = True
-            data = next(source, None)
-            reading.is_inside = False
-            if data is None:
-                break
-            if passed := reading.feed(data):
-                yield passed
-        if passed := reading.rest():
-            yield passed
-    except BaseException as error:
-        reading.end(_failure(error))
-        raise
-    reading.end()
-
-
-async def _read_async(reading: _Reading, source: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-    try:
-        while True:
-            reading.is_inside = True
-            data = await anext(source, None)
-            reading.is_inside = False
-            if data is None:
-                break
-            if passed := reading.feed(data):
-                yield passed
-        if passed := reading.rest():
-            yield passed
-    except BaseException as error:
-        reading.end(_failure(error))
-        raise
-    reading.end()

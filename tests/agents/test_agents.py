@@ -37,7 +37,12 @@ def run_example(environment: str, example: str, engine: VllmServer, sink: Sink, 
         pytest.skip(f"needs the environment {environment}: make test-agents makes it")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OTEL_", "SPANMILL_"))}
     addresses = {"OPENAI_BASE_URL": f"{engine.url}/v1", "ANTHROPIC_BASE_URL": engine.url}
-    keys = {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none", "MODEL": MODEL}
+    keys = {
+        "OPENAI_API_KEY": "none",
+        "ANTHROPIC_API_KEY": "none",
+        "MODEL": MODEL,
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
     command = [SPANMILL, "run", "--rollout-id", rollout_id, "--endpoint", sink.endpoint, "--"]
     command += [str(python), str(ROOT / "examples" / f"{example}.py"), QUESTION]
     done = subprocess.run(
