@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -213,6 +214,30 @@ def test_addresses_that_are_none() -> None:
         gateway("http://localhost:8000", "8800")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ListenError, match="in use"):
         gateway("http://localhost:8000", f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+FOREIGN = """
+import json, os, urllib.request
+url = os.environ["GATEWAY"] + "/rollout/" + os.environ["SPANMILL_ROLLOUT_ID"] + "/v1/chat/completions"
+body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+urllib.request.urlopen(urllib.request.Request(url, body, {"traceparent": os.environ["TRACEPARENT"]})).read()
+"""
+
+
+def test_an_agent_that_knows_only_its_environment(
+    client: httpx.Client, emitted: Spans, grpc_sink: Sink, clean_environment: None
+) -> None:
+    """In whatever language: `spanmill run` names the rollout, the gateway records its calls; they are one."""
+    words = ["run", "--rollout-id", "r", "--reward-from-exit", "--endpoint", grpc_sink.endpoint, "--"]
+    command = [str(Path(sys.executable).parent / "spanmill"), *words, sys.executable, "-I", "-c", FOREIGN]
+    subprocess.run(command, env={**os.environ, "GATEWAY": str(client.base_url)}, check=True, timeout=60)
+    (rollout,) = adapt([*grpc_sink.bodies, *emitted()])
+    assert ("r", "succeeded", 1.0, [truth(0)]) == (
+        rollout.rollout_id,
+        rollout.status,
+        rollout.reward,
+        sampled(rollout),
+    )
 
 
 def test_the_command(stub: Stub, grpc_sink: Sink, clean_environment: None) -> None:
