@@ -118,67 +118,71 @@ def _links(i: int, nodes: Sequence[Node], matches: Iterator[tuple[int, list[int]
 
 
 class _Entry(NamedTuple):
-    number: int
     node: Node
     parent: int | None
 
 
 class Prefixes:
-    """Earlier calls by their tokens, to find those that share the longest prefix with a prompt.
+    """Earlier calls by their tokens, to find one that shares the longest prefix with a prompt.
 
-    Only the ends of chains are kept in order: what shares a prefix with a call shares it with the call's parent as far
-    as the parent reaches.
+    Only the ends of chains are kept in order, by model: what shares a prefix with a call shares it with the call's
+    parent as far as the parent reaches. In that order the nearest to a prompt, on either side, share most with it.
     """
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
-        self._ends: dict[int, None] = {}
-        self._sorted: list[tuple[bytes, int]] = []
+        self._sorted: dict[str | None, list[tuple[bytes, int]]] = defaultdict(list)
         self._listed: dict[int, bytes] = {}
+        self._new: dict[int, None] = {}
 
     def add(self, number: int, node: Node, parent: int | None) -> None:
         """Add a call that sampled something; `parent` is the number of the call that it extends, if that was added."""
-        self._entries[number] = _Entry(number, node, parent)
-        if parent is not None:
-            self._ends.pop(parent, None)
-        self._ends[number] = None
+        self._entries[number] = _Entry(node, parent)
+        self._new[number] = None
+        if parent is not None and self._entries[parent].node.model == node.model:
+            self._new.pop(parent, None)
+            tokens = self._listed.pop(parent, None)
+            if tokens is not None:
+                entries = self._sorted[node.model]
+                del entries[bisect_left(entries, (tokens, parent))]
 
     def longest(self, prompt: TokenIds, model: str | None) -> list[Divergence]:
-        """All calls of the model that share the longest prefix with the prompt, by number; [] if none shares any."""
+        """Calls of the model that share the longest prefix with the prompt, by number; [] if none shares any.
+
+        Of many that share equally much, as samples of one prompt do, the nearest in token order and those that they
+        extend.
+        """
         self._list()
         wanted = _big_endian(prompt)
         best = 0
         found: set[int] = set()
-        at = bisect_left(self._sorted, (wanted, -1))
-        for way in (range(at - 1, -1, -1), range(at, len(self._sorted))):
-            for k in way:
-                tokens, end = self._sorted[k]
+        for other, entries in self._sorted.items():
+            if not same_model(other, model):
+                continue
+            at = bisect_left(entries, (wanted, -1))
+            for tokens, end in entries[max(0, at - 1) : at + 1]:
                 shared = _common(wanted, tokens)
-                if shared < best:
-                    break  # further away they share less
-                for number, reach in self._chain(end, model):
+                for number, reach in self._chain(end, other):
                     common = min(shared, reach)
-                    if common < best:
+                    if common < best or not common:
                         break
                     found = found | {number} if common == best else {number}
                     best = common
-        return [Divergence(n, best) for n in sorted(found)] if best else []
+        return [Divergence(n, best) for n in sorted(found)]
 
     def _list(self) -> None:
-        for number in [n for n in self._listed if n not in self._ends]:
-            self._sorted.remove((self._listed.pop(number), number))
-        for number in self._ends:
-            if number not in self._listed:
-                node = self._entries[number].node
-                self._listed[number] = _big_endian(node.prompt) + _big_endian(node.response)
-                insort(self._sorted, (self._listed[number], number))
+        """Put the calls in order that were added since; most rollouts are one chain and never ask."""
+        for number in self._new:
+            node = self._entries[number].node
+            self._listed[number] = _big_endian(node.prompt) + _big_endian(node.response)
+            insort(self._sorted[node.model], (self._listed[number], number))
+        self._new.clear()
 
     def _chain(self, number: int | None, model: str | None) -> Iterator[tuple[int, int]]:
-        """(number, tokens) of the call and those that it extends, longest first, as far as they may be of the model."""
-        while number is not None:
-            _, node, parent = self._entries[number]
-            if same_model(node.model, model):
-                yield number, node.prompt.size + node.response.size
+        """(number, tokens) of the call and those of its model that it extends, longest first."""
+        while number is not None and self._entries[number].node.model == model:
+            node, parent = self._entries[number]
+            yield number, node.prompt.size + node.response.size
             number = parent
 
 

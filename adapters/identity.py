@@ -59,7 +59,10 @@ def _read(rollout_id: str, source: str, places: tuple[Attributes, ...], carrier:
         said = (p.get(name) for p in places)
         return next((v for v in said if v is not None and not (isinstance(v, str) and not v)), None)
 
-    attempt = integer(first(sc.ROLLOUT_ATTEMPT), foreign=True)
+    recorded = first(sc.ROLLOUT_ATTEMPT)
+    number = integer(recorded, foreign=True)
+    # What is no attempt number is a name: runs that say something different of their attempt are never mixed.
+    attempt = number if number is not None and 0 <= number < 2**31 else str(recorded) if recorded is not None else 0
     labels = Labels(
         identifier(first(sc.GROUP_ID)),
         identifier(first(sc.TASK_ID)),
@@ -67,7 +70,7 @@ def _read(rollout_id: str, source: str, places: tuple[Attributes, ...], carrier:
         _size(integer(first(sc.GROUP_SIZE), foreign=True)),
         identifier(first(sc.RESOURCES_ID)),
     )
-    return Identity(rollout_id, source, attempt if attempt is not None and 0 <= attempt < 2**31 else 0, carrier, labels)
+    return Identity(rollout_id, source, attempt, carrier, labels)
 
 
 def _size(value: int | None) -> int | None:
@@ -95,7 +98,8 @@ def _foreign(span: Span) -> Identity | None:
         if rollout_id is not None:
             attempt = attributes.get(sc.AGL_ATTEMPT_ID, span.resource.get(sc.AGL_ATTEMPT_ID))
             number = integer(attempt)
-            return Identity(rollout_id, "foreign", number if number is not None else identifier(attempt) or 0)
+            fits = number is not None and 0 <= number < 2**31
+            return Identity(rollout_id, "foreign", number if number is not None and fits else identifier(attempt) or 0)
     proxied = agentlightning.proxied(span.attributes)
     return Identity(proxied[0], "foreign", identifier(proxied[1]) or 0) if proxied else None
 
@@ -188,17 +192,26 @@ def _name(value: Identity | str) -> str:
 
 
 def number_attempts(starts: Iterable[tuple[Identity, int]]) -> dict[tuple[str, int | str], int]:
-    """Numbers for attempts: ints stand for themselves, names count 0, 1, … by earliest start, ties by name."""
-    earliest: dict[tuple[str, int | str], int] = {}
+    """Numbers for attempts: ints stand for themselves, foreign names count 0, 1, … by earliest start, ties by name.
+
+    What stands in our own attribute and is no attempt number comes after all others, so that it is mixed with none.
+    """
+    earliest: dict[tuple[str, int | str], tuple[bool, int]] = {}
     for identity, start_ns in starts:
         key = identity.rollout_id, identity.attempt
-        earliest[key] = min(start_ns, earliest.get(key, start_ns))
+        odd = isinstance(identity.attempt, str) and identity.source != "foreign"
+        earliest[key] = min((odd, start_ns), earliest.get(key, (odd, start_ns)))
     numbers: dict[tuple[str, int | str], int] = {}
     given: dict[str, int] = {}
+    highest: dict[str, int] = {}
     for rollout_id, attempt in sorted(earliest, key=lambda k: (k[0], earliest[k], str(k[1]))):
+        key = rollout_id, attempt
         if isinstance(attempt, int):
-            numbers[rollout_id, attempt] = attempt
+            numbers[key] = attempt
+        elif earliest[key][0]:
+            numbers[key] = highest.get(rollout_id, -1) + 1
         else:
-            numbers[rollout_id, attempt] = given.get(rollout_id, 0)
-            given[rollout_id] = numbers[rollout_id, attempt] + 1
+            numbers[key] = given.get(rollout_id, 0)
+            given[rollout_id] = numbers[key] + 1
+        highest[rollout_id] = max(numbers[key], highest.get(rollout_id, 0))
     return numbers

@@ -17,6 +17,8 @@ LOGPROB_NOISE: Final = 1e-5
 CONSTANT_IDS: Final = frozenset({"", "__fake_id__"})
 """What stands where an id was not known; openai-agents writes the second."""
 
+_FLOAT32_MIN: Final = float(np.finfo(np.float32).min)
+
 Fault = tuple[str, str]
 """(reason, detail): why numbers cannot be used."""
 
@@ -227,10 +229,11 @@ def logprobs(value: Value, name: str, *, foreign: bool = False) -> Probs:
 
 
 def _probable(values: np.ndarray, name: str) -> Probs:
-    # A NaN is neither below the one bound nor above the other.
-    if values.size and not (values.max() <= LOGPROB_NOISE and values.min() > -math.inf):
-        at = int(np.flatnonzero(~((values <= LOGPROB_NOISE) & (values > -math.inf)))[0])
-        return Probs(values.astype(np.float32), ("nonfinite_logprob", f"{name}[{at}] is {float(values[at])}"))
+    # A NaN is neither below the one bound nor above the other; what float32 cannot hold would become an infinity.
+    if values.size and not (values.max() <= LOGPROB_NOISE and values.min() >= _FLOAT32_MIN):
+        at = int(np.flatnonzero(~((values <= LOGPROB_NOISE) & (values >= _FLOAT32_MIN)))[0])
+        fault = ("nonfinite_logprob", f"{name}[{at}] is {float(values[at])}")
+        return Probs(np.full(values.shape, np.nan, np.float32), fault)
     return Probs(values.astype(np.float32))
 
 

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import select
 import signal as signals
 import sqlite3
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from spanmill.adapters import Adapted, Options, adapt, keys, signal
 from spanmill.collector import journal, rewards
@@ -77,6 +78,9 @@ def keep(config: ServeConfig) -> Keep:
     )
 
 
+_TRACE: Final = re.compile("[0-9a-f]{32}")
+
+
 def home(span: Span, span_keys: Sequence[Key]) -> str:
     """The trace that a span is indexed under: its own, or for a log record outside any trace one made of its first key.
 
@@ -109,7 +113,8 @@ def load(
 
     Each comes with the value that its trace has there.
     """
-    only = {"" if trace.startswith("log:") else trace for trace in wanted}
+    # Log records outside any trace, and spans whose trace id is none, are all decoded as of the trace "".
+    only = {trace if _TRACE.fullmatch(trace) and trace.strip("0") else "" for trace in wanted}
     decoded = decode(kind, body, received_ns, only=only)
     for span in decoded.spans:
         trace = span.trace_id or home(span, keys(span))
@@ -523,6 +528,8 @@ def main() -> int:
     config: ServeConfig = pickle.loads(_exactly(control, int.from_bytes(_exactly(control, 4))))
     try:
         run(config, control, lambda: print("ready", flush=True))
+    except BrokenPipeError:
+        return 1  # the service was killed while this process came up
     except SpanmillError as error:
         print(error, flush=True)
         return 1

@@ -84,7 +84,7 @@ def test_among_equals_the_parent_is_under_the_same_agent() -> None:
 
 @given(NODES, TOKENS)
 def test_the_longest_common_prefix_is_found_without_comparing_every_call(nodes: list[Node], prompt: list[int]) -> None:
-    """`Prefixes` gives all calls that share the longest prefix, though it keeps the ends of chains alone."""
+    """`Prefixes` gives calls that share the longest prefix of all, though it keeps the ends of chains alone."""
     prefixes = Prefixes()
     order = sorted(range(len(nodes)), key=lambda i: len(whole(nodes[i])))  # a parent is added before its child
     links = link(nodes)
@@ -93,5 +93,14 @@ def test_the_longest_common_prefix_is_found_without_comparing_every_call(nodes: 
         prefixes.add(i, nodes[i], links[i].parent)
     shared = {i: common(prompt, whole(nodes[i])) for i in added if same_model(nodes[i].model, "m")}
     best = max(shared.values(), default=0)
-    expected = [Divergence(i, best) for i in sorted(shared) if shared[i] == best] if best else []
-    assert expected == prefixes.longest(np.array(prompt, np.int32), "m")
+    found = prefixes.longest(np.array(prompt, np.int32), "m")
+    assert {(shared[d.node], d.at) for d in found} == ({(best, best)} if best else set())
+
+
+def test_of_calls_that_share_equally_much_the_one_extended_first_is_named() -> None:
+    """In the design's example A3 could have extended A1, and A2 that extends it: A1 is named."""
+    nodes = [node([1, 2, 3], [4, 5]), node([1, 2, 3, 4, 5, 6], [7])]
+    prefixes = Prefixes()
+    prefixes.add(0, nodes[0], None)
+    prefixes.add(1, nodes[1], 0)
+    assert [Divergence(0, 4), Divergence(1, 4)] == prefixes.longest(np.array([1, 2, 3, 4, 6], np.int32), "m")

@@ -91,3 +91,15 @@ def test_numbers_that_no_column_holds_are_not_recorded() -> None:
     (made,) = adapt([rollout(1, "r"), call(2, [1], [2], parent=1, attributes=absurd)]).rollouts
     (row,) = made.triplets
     assert (None, None, 0, True) == (row.max_tokens, row.temperature, row.choice, row.trainable)
+
+
+def test_an_attempt_that_is_no_number_is_mixed_with_none() -> None:
+    """Attempts out of range are runs of their own, after all others, and their metadata say what stood there."""
+    odd = [
+        call(n, [1], [2], trace=n, attributes={"spanmill.rollout.id": "r", "spanmill.rollout.attempt": a})
+        for n, a in ((1, 2), (2, 2**40), (3, -1))
+    ]
+    plain = call(4, [1], [2], trace=4, attributes={"spanmill.rollout.id": "r"})
+    found = adapt([*odd, plain]).rollouts
+    expected = [(0, "{}"), (2, "{}"), (3, '{"attempt_name":"-1"}'), (4, '{"attempt_name":"1099511627776"}')]
+    assert expected == [(r.attempt, r.metadata) for r in found]
