@@ -21,10 +21,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 import httpx
 
@@ -46,7 +47,7 @@ class Sink(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def server(model: str, sink: str, *, plugin: bool) -> Iterator[str]:
+def server(model: str, sink: str, *, plugin: bool) -> Generator[str]:
     """A running vLLM's base URL."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -138,11 +139,10 @@ def throughput(options: argparse.Namespace) -> None:
 
 def event_loop(rounds: int = 300) -> None:
     """Milliseconds a call that the plugin adds to the event loop, beside its own thread."""
-    from vllm import SamplingParams
-    from vllm.logprobs import FlatLogprobs
-    from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.sampling_params import RequestOutputKind
-
+    # Where the code is checked there is no vLLM.
+    sampling, logprobs, answers = (
+        cast("Any", import_module(f"vllm.{name}")) for name in ("sampling_params", "logprobs", "outputs")
+    )
     from spanmill.instrument.vllm import hooks, sender
 
     class Config:
@@ -154,19 +154,19 @@ def event_loop(rounds: int = 300) -> None:
 
     prompt = list(range(PROMPT))
 
-    def outputs(pieces: int) -> list[RequestOutput]:
-        made: list[RequestOutput] = []
+    def outputs(pieces: int) -> list[Any]:
+        made: list[Any] = []
         for piece in range(pieces):
             ids = list(range(ANSWER // pieces))
-            flat = FlatLogprobs(
+            flat = logprobs.FlatLogprobs(
                 [*ids], [i + 1 for i in ids], [*ids], [-0.5] * len(ids), [1] * len(ids), [None] * len(ids)
             )
             last = piece == pieces - 1
-            part = CompletionOutput(0, "", ids, -1.0, flat, finish_reason="stop" if last else None)
-            made.append(RequestOutput("r", None, prompt, None, [part], last))
+            part = answers.CompletionOutput(0, "", ids, -1.0, flat, finish_reason="stop" if last else None)
+            made.append(answers.RequestOutput("r", None, prompt, None, [part], last))
         return made
 
-    async def source(items: list[RequestOutput]) -> AsyncGenerator[RequestOutput, None]:
+    async def source(items: list[Any]) -> AsyncGenerator[Any, None]:
         for item in items:
             yield item
 
@@ -179,9 +179,13 @@ def event_loop(rounds: int = 300) -> None:
             pass
         return time.thread_time() - begin
 
-    sender.emit = lambda _: None  # pyright: ignore[reportAttributeAccessIssue]  # the thread's work is no loop's time
-    for pieces, kind in ((1, RequestOutputKind.FINAL_ONLY), (ANSWER, RequestOutputKind.DELTA)):
-        params = SamplingParams(max_tokens=ANSWER, output_kind=kind)
+    def emit_nothing(_emitted: object) -> None:
+        """The work of the sender's thread is no time of the event loop."""
+
+    setattr(sender, "emit", emit_nothing)  # noqa: B010  # a plain assignment would need the sender's own types
+    kinds = sampling.RequestOutputKind
+    for pieces, kind in ((1, kinds.FINAL_ONLY), (ANSWER, kinds.DELTA)):
+        params = sampling.SamplingParams(max_tokens=ANSWER, output_kind=kind)
         given = ({"prompt_token_ids": prompt}, params, "r")
         with_it: list[float] = []
         without: list[float] = []
