@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from dataset_rows import rollouts
 from served import wait_for
 
@@ -78,6 +79,7 @@ def run(arguments: list[str], folder: Path, env: dict[str, str]) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_quick_start_runs_as_written(tmp_path: Path) -> None:
     """Every command and program of the page works, in its order, and prints what the page says."""
     env = environment()

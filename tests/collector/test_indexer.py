@@ -252,6 +252,17 @@ def test_a_bad_span_is_quarantined_once(service: Service) -> None:
     assert newest_rows(service.built()) == newest_rows(service.out)
 
 
+@pytest.mark.parametrize("trace", [b"", b"short", bytes(16), b"x" * 17, b"y" * 32])
+def test_a_span_without_a_valid_trace_id_is_quarantined(service: Service, trace: bytes) -> None:
+    """Whatever stands where the trace id should be, the span ends in quarantine as `build` puts it there."""
+    bad = make_call("r", "call")
+    bad.trace_id = trace
+    service.receive(bad, *make_rollout("r"))
+    service.work(700)
+    assert [("bad_span_id", trace.hex())] == read_quarantine(service.out).select("reason", "trace_id").collect().rows()
+    assert newest_rows(service.built()) == newest_rows(service.out)
+
+
 def log_request(name: str, **attributes: str) -> bytes:
     """A log record outside any trace."""
     request = ExportLogsServiceRequest()

@@ -69,7 +69,8 @@ class Client:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the indexer by /proc")
-@pytest.mark.parametrize("crashes", [pytest.param(CRASHES, marks=[pytest.mark.slow] if CRASHES > 5 else [])])
+@pytest.mark.slow
+@pytest.mark.parametrize("crashes", [CRASHES])
 def test_no_acknowledged_span_is_lost_or_doubled(tmp_path: Path, crashes: int) -> None:
     """Every acknowledged call is in the dataset once, and the dataset is what `build` makes of the journal."""
     print(f"SPANMILL_CRASH_SEED={SEED}")

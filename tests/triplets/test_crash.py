@@ -123,6 +123,7 @@ def test_a_crash_in_a_commit_leaves_all_of_it_or_nothing(
     assert {True, False} == set(states)
 
 
+@pytest.mark.slow
 def test_a_crash_in_a_rewriting_loses_and_revives_nothing(
     tmp_path: Path,
     make_rollout: MakeRollout,
