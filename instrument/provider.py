@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, Final, NamedTuple, cast
 
 from opentelemetry import baggage, trace
+from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context, get_current
 from opentelemetry.propagators.composite import CompositePropagator
@@ -71,36 +72,47 @@ class RandomIds(IdGenerator):
 
 
 class RolloutProcessor(SpanProcessor):
-    """Writes the rollout in the baggage on every span that starts under it and hands finished spans to the outbox.
+    """Says of every span whose rollout it is, by baggage or else by the process, and hands it to the outbox.
 
-    Where there is none it is the process's own, unless that stands in the span's resource. In a provider of the program
-    that exports to our collector itself it hands on nothing.
+    A process's own rollout stands in the span's resource already, in most programs. On spans of a provider of the
+    program nothing is written: what goes to us is a copy. Only a program that sends to our collector itself sends it
+    with the rollout on it, and nothing comes from us.
     """
 
     def __init__(self, program: object = None) -> None:
         self._program = program
         self._of_process = identity.from_environment()
+        self._open: dict[int, identity.Identity] = {}
+        """Whose the program's unfinished spans are, by span id."""
 
     @cached_property
     def _exports(self) -> bool:
         return not _sends_to(self._program, _pipeline().host)  # asked late: exporters are added one after the other
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Set the identity, whole, unless the span has one of its own."""
+        """Note the identity, whole, unless the span has one of its own."""
         with guarded("identity"):
             found = identity.from_baggage(parent_context)
             if found is None and ROLLOUT_ID not in span.resource.attributes:
                 found = self._of_process
-            if found is not None and ROLLOUT_ID not in (span.attributes or {}):
+            if found is None or ROLLOUT_ID in (span.attributes or {}):
+                return
+            if self._program is None or not self._exports:
                 span.set_attributes(identity.attributes(found))
+            elif span.context is not None:
+                self._open[span.context.span_id] = found
 
     def on_end(self, span: ReadableSpan) -> None:
         """Queue the span if it was sampled."""
         context = span.get_span_context()
-        if self._exports and context is not None and context.trace_flags.sampled:
+        if context is None:
+            return
+        found = self._open.pop(context.span_id, None)
+        if self._exports and context.trace_flags.sampled:
             with guarded("queueing a span"):
                 _hook_child_end()
-                _pipeline().outbox.put(span, at_once=ROLLOUT_STARTED in (span.attributes or {}))
+                told = span if found is None else _of_rollout(span, found)
+                _pipeline().outbox.put(told, at_once=ROLLOUT_STARTED in (span.attributes or {}))
 
     def shutdown(self) -> None:
         """Send what is queued; the pipeline outlives a provider of the program."""
@@ -110,6 +122,26 @@ class RolloutProcessor(SpanProcessor):
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         """Send what is queued and wait for it."""
         return not self._exports or _pipeline().outbox.flush(timeout_millis / 1000)
+
+
+def _of_rollout(span: ReadableSpan, own: identity.Identity) -> ReadableSpan:
+    """A copy of a finished span that says whose it is."""
+    told = BoundedAttributes(attributes={**identity.attributes(own), **(span.attributes or {})})
+    told.dropped = span.dropped_attributes
+    return ReadableSpan(
+        name=span.name,
+        context=span.context,
+        parent=span.parent,
+        resource=span.resource,
+        attributes=told,
+        events=span.events,
+        links=span.links,
+        kind=span.kind,
+        status=span.status,
+        start_time=span.start_time,
+        end_time=span.end_time,
+        instrumentation_scope=span.instrumentation_scope,
+    )
 
 
 class _Pipeline:

@@ -34,7 +34,7 @@ def names(spans: Any) -> list[str]:
 def test_the_programs_spans_learn_their_rollout_and_reach_the_collector(
     emitted: Spans, program: Callable[[TracerProvider], TracerProvider]
 ) -> None:
-    """Its spans go where they went before and to us too, under our rollout; ours do not go to its backend."""
+    """Its spans go where they went before, unchanged, and to us too, under our rollout; ours do not go there."""
     backend = InMemorySpanExporter()
     provider = program(TracerProvider(shutdown_on_exit=False))
     provider.add_span_processor(SimpleSpanProcessor(backend))
@@ -43,6 +43,7 @@ def test_the_programs_spans_learn_their_rollout_and_reach_the_collector(
             pass
     provider.get_tracer("app").start_span("outside").end()
     assert ["db", "db", "outside"] == names(backend.get_finished_spans())
+    assert [{}, {}, {}] == [dict(span.attributes or {}) for span in backend.get_finished_spans()]
     ours = emitted()
     assert sorted(["chat m", "db", "rollout", "spanmill.rollout.started"] * 2 + ["outside"]) == names(ours)
     assert ["r"] * 8 == [(s.attributes or {}).get("spanmill.rollout.id") for s in ours if s.name != "outside"]
