@@ -4,6 +4,7 @@ import signal
 import socket
 from pathlib import Path
 
+import httpx
 import pytest
 from dataset_rows import newest_rows, rollouts
 from made_spans import make_call, make_request, make_rollout
@@ -53,6 +54,26 @@ def test_what_is_open_stays_open_over_a_restart(tmp_path: Path) -> None:
         assert ["r"] == wait_for(lambda: written(out))
         assert 0 == service.stop()
     assert [(0, 2)] == rollouts(out, "revision", "num_calls")
+
+
+@pytest.mark.slow
+def test_the_journal_is_kept_within_its_limit(tmp_path: Path) -> None:
+    """What is written goes while the service runs; its rows stay, and a reward still finds them."""
+    out = tmp_path / "out"
+    first = out / ".journal" / "00000001.journal"
+    with Served(out, *QUICK) as service:
+        service.send(make_request(*make_rollout("a")))
+        assert ["a"] == wait_for(lambda: written(out))
+        assert 0 == service.stop()
+    with Served(out, *QUICK, "--journal-max-gib", "0.0000013") as service:
+        service.send(make_request(*make_rollout("b")))
+        wait_for(lambda: not first.exists())
+        reward = {"rollout_id": "a", "value": 0.5}
+        answer = httpx.post(f"http://{service.http_address}/v1/rewards", json=reward).json()
+        assert {"accepted": 1, "waiting": []} == answer
+        wait_for(lambda: [("a", 0.5), ("b", None)] == rollouts(out, "rollout_id", "reward"))
+        assert 0 == service.stop()
+    assert "" == service.errors.read_text()
 
 
 def test_a_dead_indexer_is_started_again(tmp_path: Path) -> None:
