@@ -1,13 +1,15 @@
 """How a Python under `spanmill run` starts: by OpenTelemetry's mechanism where there is one, else by ours alone."""
 
 import logging
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Final
+from typing import Any, Final
 
 from spanmill.instrument import zero_code
 from spanmill.instrument.reports import guarded
 
-LOADER: Final = "opentelemetry.instrumentation.auto_instrumentation._load"
+AUTO: Final = "opentelemetry.instrumentation.auto_instrumentation"
+LOADER: Final = f"{AUTO}._load"
 
 
 def begin() -> None:
@@ -16,16 +18,20 @@ def begin() -> None:
     with guarded("auto-instrumentation"):
         if find_spec("opentelemetry.instrumentation") is None:
             return
-        from opentelemetry.instrumentation.auto_instrumentation import (  # pyright: ignore[reportMissingTypeStubs]
-            initialize,
-        )
-
         logger = logging.getLogger(LOADER)
         logger.addFilter(_is_news)
         try:
-            initialize()
+            _initialize()
         finally:
             logger.removeFilter(_is_news)
+
+
+def _initialize() -> None:
+    module: Any = import_module(AUTO)
+    if hasattr(module, "initialize"):
+        module.initialize()
+    else:
+        import_module(f"{AUTO}.sitecustomize")  # of older versions: importing it does it
 
 
 def _is_news(record: logging.LogRecord) -> bool:
