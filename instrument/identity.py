@@ -6,7 +6,7 @@ One table (`FIELDS`) spells each part in each carrier; a part that is missing or
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 from urllib.parse import quote, unquote
 
 from opentelemetry import baggage
@@ -72,6 +72,27 @@ FIELDS: Final = (
     Field("group_size", GROUP_SIZE, "x-spanmill-group-size", "SPANMILL_GROUP_SIZE", is_int=True, least=1),
     Field("resources_id", RESOURCES_ID, "x-spanmill-resources-id", "SPANMILL_RESOURCES_ID"),
 )
+
+
+def usable(name: str, value: object) -> str | int | None:
+    """The value of an identity's field as it can be used: a number is taken as text where an id is wanted, and back.
+
+    None for what cannot be used, which is reported once. None stays None.
+    """
+    if value is None:
+        return None
+    field = next(f for f in FIELDS if f.name == name)
+    if field.is_int and isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    elif not field.is_int and isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    wanted = int if field.is_int else str
+    fits = isinstance(value, wanted) and not isinstance(value, bool) and value != ""
+    if not fits or (isinstance(value, int) and not field.least <= value < 2**31):
+        what = f"a number from {field.least}" if field.is_int else "a text that is not empty"
+        report(name, f"{name}: expected {what}, found {type(value).__name__} {str(value)[:80]!r}; it is left out")
+        return None
+    return cast("str | int", value)
 
 
 def read(get: Callable[[Field], object]) -> Identity | None:

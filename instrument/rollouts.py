@@ -169,11 +169,11 @@ class Rollout:
 
 
 def rollout(
-    rollout_id: str | None = None,
+    rollout_id: str | int | None = None,
     *,
     attempt: int | None = None,
-    group_id: str | None = None,
-    task_id: str | None = None,
+    group_id: str | int | None = None,
+    task_id: str | int | None = None,
     mode: str | None = None,
     group_size: int | None = None,
     resources_id: str | None = None,
@@ -187,8 +187,8 @@ def rollout(
     a rollout is a rollout of its own, and nothing is inherited but its place in the trace.
 
     The status is succeeded, failed if an exception leaves the block, cancelled if that is a cancellation, Ctrl-C or
-    the closing of a generator; the exception goes on. Raises TypeError or ValueError, here and only here, for an id or
-    number that is of the wrong type, empty or negative.
+    the closing of a generator; the exception goes on. Numbers are taken as texts where an id is wanted. What cannot be
+    an id or number is reported once and left out; in place of such a rollout id comes a random one.
     """
     given: dict[str, Any] = {
         "attempt": attempt,
@@ -198,9 +198,13 @@ def rollout(
         "group_size": group_size,
         "resources_id": resources_id,
     }
-    others = {name: value for name, value in given.items() if value is not None}
-    checked = Identity("unnamed" if rollout_id is None else rollout_id, **others)
-    return Rollout(None if rollout_id is None else checked, others)
+    others: dict[str, Any] = {
+        name: fit for name, value in given.items() if (fit := identity.usable(name, value)) is not None
+    }
+    if rollout_id is None:
+        return Rollout(None, others)
+    own = identity.usable("rollout_id", rollout_id) or uuid4().hex
+    return Rollout(Identity(str(own), **others), others)
 
 
 def current() -> Rollout | None:

@@ -1,4 +1,5 @@
 import asyncio
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -123,20 +124,28 @@ def test_a_status_that_was_set_wins(emitted: Spans) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind"),
+    ("arguments", "expected"),
     [
-        ({"rollout_id": 5}, TypeError),
-        ({"rollout_id": ""}, ValueError),
-        ({"attempt": -1}, ValueError),
-        ({"attempt": "1"}, TypeError),
-        ({"task_id": 7}, TypeError),
-        ({"group_size": 0}, ValueError),
+        ({"rollout_id": 5, "attempt": "1", "task_id": 7}, ("5", 1, "7", None)),
+        ({"rollout_id": "r", "attempt": -1, "task_id": ["x"], "group_size": 0}, ("r", 0, None, None)),
+        ({"rollout_id": "r", "attempt": True, "task_id": ""}, ("r", 0, None, None)),
     ],
 )
-def test_a_wrong_id_is_refused_before_anything_starts(arguments: dict[str, Any], kind: type[Exception]) -> None:
-    """The call itself raises: the mistake shows at once, not in the rows."""
-    with pytest.raises(kind):
-        rollout(**arguments)
+def test_a_wrong_value_never_stops_the_agent(
+    emitted: Spans, arguments: dict[str, Any], expected: tuple[str, int, str | None, int | None]
+) -> None:
+    """A number is taken as an id and back; what cannot be used is left out, and the rollout goes on."""
+    with rollout(**arguments) as r:
+        own = r.identity
+    assert own is not None
+    assert expected == (own.rollout_id, own.attempt, own.task_id, own.group_size)
+
+
+@pytest.mark.parametrize("rollout_id", ["", 1.5, [], True])
+def test_a_wrong_rollout_id_becomes_a_random_one(emitted: Spans, rollout_id: Any) -> None:
+    """What cannot be an id is never written as one."""
+    with rollout(rollout_id) as r:
+        assert re.fullmatch("[0-9a-f]{32}", r.id)
 
 
 def test_a_rollout_is_entered_once(emitted: Spans) -> None:
