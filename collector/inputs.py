@@ -30,6 +30,7 @@ from spanmill.triplets.records import Json, Reward
 _LINES: Final = (".jsonl", ".ndjson")
 _PROTOBUF: Final = (".binpb", ".pb", ".otlp")
 """A file of a folder that is called so has to be readable, others are passed over if they are not OTLP."""
+_ARRAY: Final = re.compile(rb"\s*\[\s*[{\]]")
 _PACKED: Final = (".gz", ".zst", ".zstd")
 
 
@@ -101,6 +102,8 @@ def _file_requests(path: Path) -> Iterator[tuple[Kind, bytes]]:
             if starts_json(head):
                 yield from _json_requests(path, stream)
                 return
+            if _ARRAY.match(head):
+                raise UnknownFormatError(f"{path} holds a JSON array; expected one request a line, without brackets")
         if head:
             yield from protobuf_requests(path, lambda: open_unpacked(path))
     except InputError:

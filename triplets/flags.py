@@ -7,7 +7,7 @@ FLAGS: Final = {
     "length_mismatch": "Log probabilities and response ids differ in number.",
     "token_count_mismatch": "There are more or fewer ids than the declared count or the usage says.",
     "id_logprob_shift": "The tokens beside the log probabilities are not the response ids.",
-    "nonfinite_logprob": "A log probability is NaN, infinite or above 0.",
+    "nonfinite_logprob": "A log probability is NaN, infinite or more than 0.00001 above 0.",
     "bad_token_id": "A token id is no whole number from 0 to 2147483647.",
     "truncated_attribute": "An array, base64 or JSON text was cut on its way.",
     "conflicting_ids": "Two spans of the call recorded different token ids.",

@@ -270,6 +270,7 @@ def metrics() -> bytes:
         big_endian(lines({"resourceMetrics": []})),
         lines({"resourceMetrics": []}),
         b'{"resourceSp',
+        b"[\n " + lines(JSON_TRACES) + b"]",
         gzip.compress(b"text"),
         gzip.compress(T1)[:5] + b"garbage" * 9,
         zstandard.compress(T1)[:6] + b"garbage" * 9,
