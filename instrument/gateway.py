@@ -52,6 +52,7 @@ TIMEOUT: Final = httpx.Timeout(None, connect=10)
 """An answer may take as long as its client waits."""
 
 LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+BACKLOG: Final = 2048
 EVENT_STREAM: Final = "text/event-stream"
 
 
@@ -89,10 +90,11 @@ def _listen(address: str) -> socket.socket:
     if not host or not port.isdecimal():
         raise ConfigError(f"--listen: expected HOST:PORT, found {address!r}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family)
+    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # only a socket that says TCP gets no delay
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind((host.strip("[]"), int(port)))
+        made.listen(BACKLOG)  # before the ready line, so that whoever reads it can connect
     except OSError as error:
         made.close()
         raise ListenError(f"cannot listen on {address}: {error.strerror}") from error
