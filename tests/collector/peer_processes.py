@@ -60,6 +60,11 @@ class Peer:
                 raise TimeoutError(f"{command[0]} does not listen: {log.read_text()[-2000:]}")
             time.sleep(0.05)
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def stop(self) -> None:
         """End it as a user does, else at once."""
         self._process.terminate()
