@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+PEERS ?= $(HOME)/.cache/spanmill-peers
 
 .PHONY: demo test test-vllm test-agents check bench fuzz docs
 
@@ -10,6 +11,10 @@ demo: .venv/demo.installed
 
 test: .venv/dev.installed
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not vllm and not peer and not browser"
+
+test-peers: .venv/dev.installed
+	tests/peers/get.sh $(PEERS)
+	SPANMILL_PEERS=$(PEERS) $(BIN)/pytest tests/peers
 
 test-vllm: .venv/dev.installed .vllm/installed
 	$(BIN)/pytest tests/vllm
@@ -23,8 +28,14 @@ check: .venv/dev.installed
 bench: .venv/dev.installed
 	$(BIN)/python bench/ingest.py && $(BIN)/python bench/ingest.py --packed && $(BIN)/python bench/adapters.py
 
+bench-crash: .venv/dev.installed
+	$(BIN)/python bench/crash.py
+
+soak: .venv/dev.installed
+	$(BIN)/python bench/soak.py
+
 fuzz: .venv/dev.installed
-	$(BIN)/python bench/fuzz.py --mutations 100000
+	$(BIN)/python bench/fuzz.py --mutations 100000 && $(BIN)/python bench/fuzz_requests.py
 
 docs: .venv/dev.installed
 	$(BIN)/python -m spanmill.triplets.schema_page > docs/reference/schema.md
