@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ from compare_rows import Frames, dataset_differences, frame_differences, read_fr
 from load_cases import Case, case_names, load_case, shuffled, write_lines
 from spanmill.cli import main
 
-SHUFFLES = 3
+SHUFFLES = int(os.environ.get("SPANMILL_SHUFFLES", "1"))
+"""How often each case is built again in another order."""
 
 
 def build(case: Case, requests: list[dict[str, Any]], folder: Path) -> Frames:
