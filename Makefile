@@ -10,7 +10,7 @@ demo: .venv/demo.installed
 	$(BIN)/python demo/demo.py
 
 test: .venv/dev.installed
-	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not vllm and not peer and not browser and not agents"
+	$(BIN)/pytest -n 3 --dist worksteal -m "not slow and not vllm and not peer and not browser and not agents"
 
 test-peers: .venv/dev.installed
 	tests/peers/get.sh $(PEERS)

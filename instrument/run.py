@@ -160,8 +160,17 @@ def _run_child(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, boo
             print(f"spanmill run: {command[0]}: {error.strerror}", file=sys.stderr)
             return (NOT_FOUND if error.errno == errno.ENOENT else NOT_EXECUTABLE), relay.interrupted
         relay.attach(child)
-        code = child.wait()
+        code = _wait(child)
     return (KILLED - code if code < 0 else code), relay.interrupted
+
+
+def _wait(child: "subprocess.Popen[bytes]") -> int:
+    """The child's exit code. In short waits, so that a signal that comes just before one is handled all the same."""
+    while True:
+        try:
+            return child.wait(1.0)
+        except subprocess.TimeoutExpired:
+            continue
 
 
 class _Relay:
