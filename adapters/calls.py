@@ -107,6 +107,7 @@ def join(sources: list[Source]) -> list[Request]:
         _join_by_response_id(members, joined)
     for members in _by(sources, lambda s: {i for c in s.calls for i in c.tool_call_ids}).values():
         _join_by_tool_call(members, joined)
+    _join_choices(sources, joined)
     _join_by_tree(sources, joined)
     _join_by_output(sources, joined)
     return joined.requests()
@@ -301,6 +302,25 @@ def _one_generation(a: Source, b: Source, joined: _Joins) -> bool:
     return a.engine_side or b.engine_side or _overlap(a, b)
 
 
+def _join_choices(sources: list[Source], joined: _Joins) -> None:
+    """Join our own spans, one per choice, of a request whose answer had no id: they begin at one moment in one place."""
+    beside: dict[tuple[str, str, int], list[Source]] = defaultdict(list)
+    for source in sources:
+        call, span = source.calls[0], source.span
+        if call.dialect == "spanmill" and call.response_id is None:
+            beside[span.trace_id, span.parent_id, span.start_ns].append(source)
+    for group in beside.values():
+        choices = {s.calls[0].choice for s in group}
+        if len(group) > 1 and len(choices) == len(group) and all(_same_prompt(group[0], s) for s in group):
+            for source in group[1:]:
+                joined.union(group[0], source)
+
+
+def _same_prompt(a: Source, b: Source) -> bool:
+    x, y = a.calls[0].prompt_token_ids, b.calls[0].prompt_token_ids
+    return x is None and y is None if x is None or y is None else np.array_equal(x, y)
+
+
 def _join_by_tree(sources: list[Source], joined: _Joins) -> None:
     """Join an LLM span with the nearest one above it if no response ids differ and the outputs agree.
 
@@ -328,9 +348,8 @@ def _join_by_tree(sources: list[Source], joined: _Joins) -> None:
 
 def _same_tokens(a: Source, b: Source) -> bool:
     """Whether both recorded the same prompt and answer ids: a proxy between them wrote a response id of its own."""
-    x, y = a.calls[0], b.calls[0]
-    prompt, other = x.prompt_token_ids, y.prompt_token_ids
-    return same_response(x, y) and prompt is not None and other is not None and np.array_equal(prompt, other)
+    known = a.calls[0].prompt_token_ids is not None
+    return known and same_response(a.calls[0], b.calls[0]) and _same_prompt(a, b)
 
 
 def _join_by_output(sources: list[Source], joined: _Joins) -> None:

@@ -103,3 +103,11 @@ def test_an_attempt_that_is_no_number_is_mixed_with_none() -> None:
     found = adapt([*odd, plain]).rollouts
     expected = [(0, "{}"), (2, "{}"), (3, '{"attempt_name":"-1"}'), (4, '{"attempt_name":"1099511627776"}')]
     assert expected == [(r.attempt, r.metadata) for r in found]
+
+
+def test_choices_of_one_request_are_one_turn_without_a_response_id() -> None:
+    """Our spans of n choices that begin together at one place are one request, its rows in the order of the choices."""
+    index = "spanmill.choice.index"
+    choices = [call(n, [1], [n], response_id="", parent=1, attributes={index: c}) for n, c in ((9, 0), (2, 1))]
+    (made,) = adapt([rollout(1, "r"), *choices]).rollouts
+    assert [(0, 0, f"{9:016x}"), (0, 1, f"{2:016x}#1")] == [(t.turn, t.choice, t.call_id) for t in made.triplets]
