@@ -303,7 +303,7 @@ def _one_generation(a: Source, b: Source, joined: _Joins) -> bool:
 
 
 def _join_choices(sources: list[Source], joined: _Joins) -> None:
-    """Join our own spans, one per choice, of a request whose answer had no id: they begin at one moment in one place."""
+    """Join our own spans, one per choice, of a request whose answer had no id: they begin together at one place."""
     beside: dict[tuple[str, str, int], list[Source]] = defaultdict(list)
     for source in sources:
         call, span = source.calls[0], source.span
