@@ -1,6 +1,7 @@
 """How a Python under `spanmill run` starts: by OpenTelemetry's mechanism where there is one, else by ours alone."""
 
 import logging
+from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
@@ -24,6 +25,7 @@ def begin() -> None:
             _initialize()
         finally:
             logger.removeFilter(_is_news)
+        _yield_to_the_program()
 
 
 def _initialize() -> None:
@@ -32,6 +34,25 @@ def _initialize() -> None:
         module.initialize()
     else:
         import_module(f"{AUTO}.sitecustomize")  # of older versions: importing it does it
+
+
+def _yield_to_the_program() -> None:
+    """Let a program that instruments itself have it as it says: its spans go to its own provider, as they did before.
+
+    OpenTelemetry would ignore its call, since the instrumentor is at work already.
+    """
+    base: Any = import_module("opentelemetry.instrumentation.instrumentor").BaseInstrumentor
+    instrument = base.instrument
+
+    @wraps(instrument)
+    def anew(self: Any, **wanted: Any) -> Any:
+        if self.is_instrumented_by_opentelemetry:
+            if not wanted:
+                return None  # nothing that it does not do already
+            self.uninstrument()
+        return instrument(self, **wanted)
+
+    base.instrument = anew
 
 
 def _is_news(record: logging.LogRecord) -> bool:
