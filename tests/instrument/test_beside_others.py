@@ -100,3 +100,22 @@ def test_a_program_that_is_traced_already(stub: Stub, grpc_sink: Sink, clean_env
     stub.answered = 0
     alone = run_agent((), program, stub, grpc_sink)
     assert alone.splitlines() == ours.splitlines()
+
+
+PRIVATE_PROVIDER = """
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, ConsoleSpanExporter
+from openinference.instrumentation.openai import OpenAIInstrumentor
+
+private = TracerProvider()
+private.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(formatter=lambda span: span.name + "\\n")))
+OpenAIInstrumentor().instrument(tracer_provider=private)
+"""
+
+
+def test_a_program_that_instruments_itself(stub: Stub, grpc_sink: Sink, clean_environment: None) -> None:
+    """An instrumentor that the program gives a provider of its own sends there, as it would without spanmill."""
+    stub.unique_ids = True
+    printed = run_agent(RUN, AGENT.format(provider=PRIVATE_PROVIDER), stub, grpc_sink)
+    assert ["ChatCompletion"] * 3 == printed.splitlines()
+    assert ROWS == rows(grpc_sink)
