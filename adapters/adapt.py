@@ -160,14 +160,13 @@ def _rollout(key: Key, parts: _Parts, tree: Tree, options: Options) -> Rollout:
         reward=judged.final,
         rewards=tuple(judged.seen),
         num_calls=len(parts.calls),
-        flags=(),
         metadata=dump_json(_metadata(parts.identities, labels)),
         triplets=[rows[id(c)] for c in ordered],
         episodes=make_episodes(ordered, rows, drifts, options),
         quarantined=_quarantined(key, parts, judged.misses),
         announced=not ended and any(s.attributes.get(sc.ROLLOUT_STARTED) is True for s in parts.spans),
     )
-    _count(rollout, parts.calls, ordered)
+    account(rollout, sum(c.tokens for c in parts.calls if c.faults))
     return rollout
 
 
@@ -259,13 +258,17 @@ def _row(key: Key, reason: str, detail: str, span: Span) -> Quarantined:
     return Quarantined(reason, detail, span.trace_id, span_id, span_json(span), received_at(span.received_ns), *key)
 
 
-def _count(rollout: Rollout, calls: list[Joined], kept: list[Joined]) -> None:
-    """Account for every sampled token: captured = trained + masked + superseded + quarantined."""
+def account(rollout: Rollout, quarantined: int) -> None:
+    """Account for every sampled token: captured = trained + masked + superseded + quarantined.
+
+    `quarantined` are the tokens of the rollout's calls that have no row.
+    """
+    sizes = [(0 if t.response_token_ids is None else len(t.response_token_ids), t.flags) for t in rollout.triplets]
     rollout.num_triplets = len(rollout.triplets)
     rollout.num_episodes = len(rollout.episodes)
-    rollout.tokens_captured = sum(c.tokens for c in calls)
-    rollout.tokens_quarantined = sum(c.tokens for c in calls if c.faults)
-    rollout.tokens_superseded = sum(c.tokens for c in kept if "superseded" in c.flags)
+    rollout.tokens_captured = sum(size for size, _ in sizes) + quarantined
+    rollout.tokens_quarantined = quarantined
+    rollout.tokens_superseded = sum(size for size, flags in sizes if "superseded" in flags)
     rollout.tokens_trained = sum(int(e.loss_mask.sum(dtype=np.int64)) for e in rollout.episodes)
     rest = rollout.tokens_trained + rollout.tokens_superseded + rollout.tokens_quarantined
     rollout.tokens_masked = rollout.tokens_captured - rest
@@ -280,7 +283,7 @@ def _count(rollout: Rollout, calls: list[Joined], kept: list[Joined]) -> None:
 def _triplet(call: Joined, rollout_id: str, labels: Labels, *, failed: bool) -> Triplet:
     m = call.merged
     runs, runs_fit = _runs(call)
-    metadata = {k: v for k, v in m.metadata.items() if k != "media"}
+    metadata = dict(m.metadata)
     if call.divergence:
         metadata["divergence"] = call.divergence
     if not runs_fit:

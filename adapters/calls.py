@@ -60,8 +60,6 @@ class Request:
     sources: list[Source]
     superseded: bool = False
     """A generation that the agent did not use."""
-    ambiguous: bool = False
-    """Nobody can tell whether the agent used it."""
     covered_by: list[Source] = field(default_factory=list[Source])
     """Client spans that may or may not be about this generation: they give messages and agent, never ids."""
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Final, cast
 
 from spanmill.adapters import checks
+from spanmill.adapters.adapt import account
 from spanmill.adapters.calls import Request
 from spanmill.adapters.divergence import find_drifts
 from spanmill.adapters.episodes import make_episodes
@@ -52,20 +53,11 @@ def rollout_of(triplets: Sequence[Triplet], rollout_id: str, attempt: int, optio
         task_id=first(t.task_id for t in own),
         mode=first(t.mode for t in own),
         num_calls=len(triplets),
-        num_triplets=len(own),
         triplets=own,
         episodes=make_episodes(calls, rows, find_drifts(calls, options), options),
         quarantined=[row for _, row in rejected],
     )
-    rollout.num_episodes = len(rollout.episodes)
-    rollout.tokens_quarantined = sum(call.tokens for call, _ in rejected)
-    rollout.tokens_superseded = sum(call.tokens for call in calls if "superseded" in rows[id(call)].flags)
-    rollout.tokens_trained = sum(int(e.loss_mask.sum()) for e in rollout.episodes)
-    rollout.tokens_captured = sum(call.tokens for call in calls) + rollout.tokens_quarantined
-    lost = rollout.tokens_trained + rollout.tokens_superseded + rollout.tokens_quarantined
-    rollout.tokens_masked = rollout.tokens_captured - lost
-    for episode in rollout.episodes:
-        episode.rollout_tokens_trained = rollout.tokens_trained
+    account(rollout, sum(call.tokens for call, _ in rejected))
     return rollout
 
 

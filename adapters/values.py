@@ -40,7 +40,6 @@ class Probs(NamedTuple):
 
     values: Logprobs | None
     fault: Fault | None = None
-    hole: bool = False
 
 
 def text(value: Value) -> str | None:
@@ -219,7 +218,7 @@ def logprobs(value: Value, name: str, *, foreign: bool = False) -> Probs:
         return Probs(None, fault) if packed is None else _probable(np.frombuffer(packed, "<f4"), name)
     if isinstance(value, list):
         if any(v is None for v in value):
-            return Probs(None, hole=True)
+            return Probs(None)
         if any(isinstance(v, bool) or not isinstance(v, int | float) for v in value):
             return Probs(None, ("nonfinite_logprob", f"{name}: expected numbers, found {_kinds(value)}"))
         value = np.asarray(value, np.float64)

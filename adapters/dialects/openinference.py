@@ -49,7 +49,7 @@ def read(span: Span) -> list[Call]:
     parameters, _ = _json(a, PARAMETERS)
     messages = _messages(a, body) or (conversation(request) if isinstance(request, list) else None)
     tools = tool_definitions(body.get("tools")) or _tools(a)
-    found, hidden = has_media(messages)
+    _, hidden = has_media(messages)
     for call in calls:
         apply_parameters(call, as_object(parameters))
         apply_parameters(call, body)
@@ -60,8 +60,6 @@ def read(span: Span) -> list[Call]:
         call.messages = messages
         call.tools = tools
         call.hidden_payload = hidden
-        if found:
-            call.metadata["media"] = True
         if damaged is not None:
             call.faults += (("truncated_attribute", damaged),)
     return calls
