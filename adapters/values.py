@@ -170,11 +170,10 @@ def token_ids(value: Value, name: str, *, foreign: bool = False) -> Ids:
     """
     if value is None:
         return Ids(None)
-    if isinstance(value, str) and foreign and value.lstrip()[:1] == "[":
-        try:
-            value = cast("Value", parse_json(value))
-        except ValueError as e:
-            return Ids(None, ("truncated_attribute", f"{name}: JSON that does not parse ({e})"))
+    if foreign:
+        value, fault = _listed(value, name)
+        if fault is not None:
+            return Ids(None, fault)
     if isinstance(value, str | bytes):
         packed, fault = _unpack(value, name)
         return Ids(None, fault) if packed is None else _in_range(np.frombuffer(packed, "<i4"), name)
@@ -208,11 +207,10 @@ def logprobs(value: Value, name: str, *, foreign: bool = False) -> Probs:
     """Log probabilities of any encoding, as float32 of shape (n,); a list with a null is not a list."""
     if value is None:
         return Probs(None)
-    if isinstance(value, str) and foreign and value.lstrip()[:1] == "[":
-        try:
-            value = cast("Value", parse_json(value))
-        except ValueError as e:
-            return Probs(None, ("truncated_attribute", f"{name}: JSON that does not parse ({e})"))
+    if foreign:
+        value, fault = _listed(value, name)
+        if fault is not None:
+            return Probs(None, fault)
     if isinstance(value, str | bytes):
         packed, fault = _unpack(value, name)
         return Probs(None, fault) if packed is None else _probable(np.frombuffer(packed, "<f4"), name)
@@ -234,6 +232,16 @@ def _probable(values: np.ndarray, name: str) -> Probs:
         fault = ("nonfinite_logprob", f"{name}[{at}] is {float(values[at])}")
         return Probs(np.full(values.shape, np.nan, np.float32), fault)
     return Probs(values.astype(np.float32))
+
+
+def _listed(value: Value, name: str) -> tuple[Value, Fault | None]:
+    """The list that a JSON text of one holds, as foreign dialects write arrays; any other value as it is."""
+    if not isinstance(value, str) or value.lstrip()[:1] != "[":
+        return value, None
+    try:
+        return cast("Value", parse_json(value)), None
+    except ValueError as e:
+        return None, ("truncated_attribute", f"{name}: JSON that does not parse ({e})")
 
 
 def _unpack(value: str | bytes, name: str) -> tuple[bytes | None, Fault | None]:
