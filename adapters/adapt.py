@@ -17,6 +17,7 @@ from spanmill.adapters.identity import SOURCES, Identities, Identity, Labels, nu
 from spanmill.adapters.joined import Joined, calls_of, first
 from spanmill.adapters.options import DEFAULTS, Options
 from spanmill.adapters.order import number_turns
+from spanmill.adapters.outline import outline
 from spanmill.adapters.rewards import Seen, given, judge, rewards_in
 from spanmill.adapters.spans import Tree
 from spanmill.adapters.values import dump_json, text
@@ -160,7 +161,7 @@ def _rollout(key: Key, parts: _Parts, tree: Tree, options: Options) -> Rollout:
         reward=judged.final,
         rewards=tuple(judged.seen),
         num_calls=len(parts.calls),
-        metadata=dump_json(_metadata(parts.identities, labels)),
+        metadata=dump_json(_metadata(parts.identities, labels) | outline(parts.spans, parts.calls)),
         triplets=[rows[id(c)] for c in ordered],
         episodes=make_episodes(ordered, rows, drifts, options),
         quarantined=_quarantined(key, parts, judged.misses),
