@@ -9,18 +9,20 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from asyncio import Task
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import Final, cast
 from urllib.parse import urlsplit
 
-import httpx
 import uvicorn
+from aiohttp import ClientError, ClientResponse, ClientResponseError
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from spanmill.errors import ConfigError, ListenError
 from spanmill.instrument import identity, provider
@@ -28,30 +30,10 @@ from spanmill.instrument.asking import REFUSED, Object, named_in, route_of
 from spanmill.instrument.calls import Attributes
 from spanmill.instrument.exchange import Exchange
 from spanmill.instrument.sse import Events
+from spanmill.instrument.upstream import ClientLeft, Headers, RawHeaders, Upstream, answer_headers, request_headers
 from spanmill.instrument.vllm import requests
 from spanmill.semconv import REQUEST_RETRY, ROLLOUT_CARRIER
 
-METHODS: Final = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-HOP: Final = frozenset(
-    (
-        "connection",
-        "content-length",
-        "host",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    )
-)
-"""Headers of one connection, or that are made anew for the next."""
-
-TIMEOUT: Final = httpx.Timeout(None, connect=10)
-"""An answer may take as long as its client waits."""
-
-LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=256)
 BACKLOG: Final = 2048
 EVENT_STREAM: Final = "text/event-stream"
 
@@ -67,12 +49,15 @@ def gateway(upstream: str, listen: str = "127.0.0.1:8800", endpoint: str | None 
     if endpoint:
         provider.configure(endpoint=endpoint)
     host, port = listening.getsockname()[:2]
-    config = uvicorn.Config(application(upstream), log_level="warning", access_log=False, lifespan="on")
+    config = configuration(upstream)
     server = uvicorn.Server(config)
     print(f"spanmill gateway: ready listen=http://{host}:{port} upstream={upstream}", flush=True)
     signal.signal(signal.SIGTERM, _stop)
-    with suppress(KeyboardInterrupt, SystemExit):  # uvicorn ends in peace, then hands the signal on
-        asyncio.run(server.serve([listening]))
+    with (
+        suppress(KeyboardInterrupt, SystemExit),  # uvicorn ends in peace, then hands the signal on
+        asyncio.Runner(loop_factory=config.get_loop_factory()) as runner,
+    ):
+        runner.run(server.serve([listening]))
     return 0 if provider.close() else _undelivered()
 
 
@@ -101,98 +86,155 @@ def _listen(address: str) -> socket.socket:
     return made
 
 
+def configuration(upstream: str) -> uvicorn.Config:
+    """How the gateway before the model server at `upstream` is served: answers have that server's headers alone."""
+    return uvicorn.Config(
+        application(upstream),
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        server_header=False,
+        date_header=False,
+    )
+
+
 def application(upstream: str) -> Starlette:
     """The gateway as an ASGI application, before the model server at `upstream` (with or without `/v1`)."""
-    passing = _Gateway(upstream.rstrip("/").removesuffix("/v1"))
+    server = Upstream(upstream.rstrip("/").removesuffix("/v1"))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
-        yield
-        await passing.client.aclose()
+        async with server:
+            yield
 
-    return Starlette(routes=[Route("/{path:path}", passing.handle, methods=METHODS)], lifespan=lifespan)
+    return Starlette(routes=[Route("/{path:path}", _Gateway(server))], lifespan=lifespan)
+
+
+@dataclass(slots=True)
+class _Passage:
+    """A request on its way, and the client that waits for its answer."""
+
+    method: str
+    path: str
+    """With its query, without a rollout."""
+    headers: Headers
+    content: bytes
+    send: Send
+    leaving: "Task[None]"
+    """Done when the client goes away."""
 
 
 class _Gateway:
-    """The connections to the model server, and which fields it refuses."""
+    """The way from the clients to the model server."""
 
-    def __init__(self, upstream: str) -> None:
-        self._upstream = upstream
+    def __init__(self, server: Upstream) -> None:
+        self._server = server
         self._refused: set[str] = set()
-        self.client = httpx.AsyncClient(timeout=TIMEOUT, limits=LIMITS, follow_redirects=False, trust_env=False)
+        """Fields that the server does not take."""
 
-    async def handle(self, request: Request) -> Response:
-        """Pass a request on and its answer back."""
-        in_path, raw_path = requests.read_path(cast("bytes", request.scope["raw_path"]))
-        query = cast("bytes", request.scope["query_string"])
-        url = self._upstream + raw_path.decode("latin-1") + (f"?{query.decode('latin-1')}" if query else "")
-        headers = _request_headers(request.headers.items())
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on and its answer back, as an ASGI application."""
+        content = await _body(receive)
+        if content is None:
+            return
+        in_path, raw_path = requests.read_path(cast("bytes", scope["raw_path"]))
+        path, query = raw_path.decode("latin-1"), cast("bytes", scope["query_string"]).decode("latin-1")
+        pairs = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in cast("RawHeaders", scope["headers"])]
+        leaving = asyncio.ensure_future(_left(receive))
+        way = _Passage(
+            scope["method"], f"{path}?{query}" if query else path, request_headers(pairs), content, send, leaving
+        )
         try:
-            content = await request.body()
-        except ClientDisconnect:
-            return Response(status_code=400)
-        path = raw_path.decode("latin-1")
-        exchange = None
-        if request.method == "POST" and headers.get(requests.SKIP) != "1":
-            read = requests.read_request(path, dict(request.headers.items()), in_path)
-            exchange = _open(path, content, read)
-        if exchange is None:
-            return await self._pass_on(request, url, headers, content)
+            exchange, said = None, dict(reversed(pairs))
+            if way.method == "POST" and said.get(requests.SKIP) != "1":
+                exchange = _open(path, content, requests.read_request(path, said, in_path))
+            if exchange is None:
+                await self._pass_on(way)
+            else:
+                await self._record(way, exchange)
+        except ClientLeft:
+            pass  # and so does its request
+        except ClientError as error:
+            await _unreachable(error)(scope, receive, send)
+        finally:
+            leaving.cancel()
+
+    async def _pass_on(self, way: _Passage) -> None:
+        answer = await self._server.ask(way.method, way.path, way.headers, way.content, way.leaving)
+        await _stream(answer, way, None)
+
+    async def _record(self, way: _Passage, exchange: Exchange) -> None:
         try:
-            return await self._record(request, url, headers, content, exchange)
+            answer = await self._ask(way, exchange)
+            if answer.status == 200 and answer.headers.get("content-type", "").startswith(EVENT_STREAM):
+                await _stream(answer, way, exchange)
+                return
+            whole = await answer.read()
         except BaseException as error:
             exchange.end(error)
             raise
-
-    async def _pass_on(self, request: Request, url: str, headers: dict[str, str], content: bytes) -> Response:
-        try:
-            answer = await self._send(request, url, headers, content)
-        except httpx.TransportError as error:
-            return _unreachable(error)
-        return _streamed(answer, _raw(answer))
-
-    async def _record(
-        self, request: Request, url: str, headers: dict[str, str], content: bytes, exchange: Exchange
-    ) -> Response:
-        exchange.ask(self._refused)
-        body = _with(content, exchange.added)
-        headers = {**headers, "accept-encoding": "identity", **exchange.headers()}
-        try:
-            answer = await self._send(request, url, headers, body)
-            if answer.status_code in REFUSED and exchange.added:
-                named = named_in((await answer.aread()).decode("utf-8", "replace"), exchange.added)
-                if named:
-                    self._refused |= named
-                    exchange.added = {}
-                    answer = await self._send(request, url, headers, content)
-        except httpx.TransportError as error:
-            exchange.end(error)
-            return _unreachable(error)
-        if answer.status_code == 200 and answer.headers.get("content-type", "").startswith(EVENT_STREAM):
-            return _streamed(answer, _read_along(answer, exchange))
-        whole = await answer.aread()
-        if answer.is_success:
+        if answer.ok:
             whole = exchange.whole(whole)
             exchange.end()
         else:
-            exchange.end(httpx.HTTPStatusError(str(answer.status_code), request=answer.request, response=answer))
-        passed = Response(whole, answer.status_code)
-        passed.raw_headers = [*_answer_headers(answer), (b"content-length", str(len(whole)).encode())]
-        return passed
+            said = ClientResponseError(answer.request_info, (), status=answer.status, message=str(answer.reason))
+            exchange.end(said)
+        headers = [*answer_headers(answer, is_whole=False), (b"content-length", str(len(whole)).encode())]
+        await way.send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        await way.send({"type": "http.response.body", "body": whole})
 
-    async def _send(self, request: Request, url: str, headers: dict[str, str], content: bytes) -> httpx.Response:
-        """The answer's headers. A client that goes away takes its request with it, so that the engine stops."""
-        made = self.client.build_request(request.method, url, headers=headers, content=content)
-        sending = asyncio.ensure_future(self.client.send(made, stream=True))
-        leaving = asyncio.ensure_future(_disconnect(request))
-        try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
-                raise ClientDisconnect
-            return sending.result()
-        finally:
-            sending.cancel()
-            leaving.cancel()
+    async def _ask(self, way: _Passage, exchange: Exchange) -> ClientResponse:
+        exchange.ask(self._refused)
+        ours = {"accept-encoding": "identity", **exchange.headers()}
+        headers = [*((name, value) for name, value in way.headers if name not in ours), *ours.items()]
+        body = _with(way.content, exchange.added)
+        answer = await self._server.ask("POST", way.path, headers, body, way.leaving)
+        if answer.status in REFUSED and exchange.added:
+            named = named_in((await answer.read()).decode("utf-8", "replace"), exchange.added)
+            if named:
+                self._refused |= named
+                exchange.added = {}
+                answer = await self._server.ask("POST", way.path, headers, way.content, way.leaving)
+        return answer
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """A request's body; None if its client goes away before it is there."""
+    parts: list[bytes] = []
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stream(answer: ClientResponse, way: _Passage, exchange: Exchange | None) -> None:
+    """Pass an answer back as it comes. One that breaks off breaks off for the client, too."""
+    events = None if exchange is None else Events(exchange.event)
+    headers = answer_headers(answer, is_whole=events is None)
+    await way.send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    broken = None
+    try:
+        async for data in answer.content.iter_any():
+            if passed := data if events is None else events.feed(data):
+                await way.send({"type": "http.response.body", "body": passed, "more_body": True})
+        rest = b"" if events is None else events.close()
+        if exchange is not None:
+            exchange.end()  # before its client knows that it is over
+        await way.send({"type": "http.response.body", "body": rest})
+    except ClientError as error:
+        broken = None if way.leaving.done() else error
+    finally:
+        if exchange is not None:
+            exchange.end(broken)
 
 
 def _open(path: str, content: bytes, read: requests.Request) -> Exchange | None:
@@ -223,55 +265,6 @@ def _with(content: bytes, added: Object) -> bytes:
     return json.dumps({**body, **added}, separators=(",", ":")).encode()
 
 
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _request_headers(items: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """For the server: without those of the connection, and with its own key in place of one that names a rollout."""
-    headers = {name: value for name, value in items if name not in HOP}
-    for name, prefix in (("authorization", "Bearer "), ("x-api-key", "")):
-        key = requests.inner_key(headers.get(name, "").removeprefix(prefix))
-        if key is not None:
-            headers[name] = prefix + key
-    return headers
-
-
-def _answer_headers(answer: httpx.Response) -> list[tuple[bytes, bytes]]:
-    return [(name.lower(), value) for name, value in answer.headers.raw if name.lower().decode("latin-1") not in HOP]
-
-
-def _streamed(answer: httpx.Response, content: AsyncIterator[bytes]) -> Response:
-    passed = StreamingResponse(content, answer.status_code)
-    passed.raw_headers = _answer_headers(answer)
-    return passed
-
-
-async def _raw(answer: httpx.Response) -> AsyncGenerator[bytes]:
-    try:
-        async for data in answer.aiter_raw():
-            yield data
-    finally:
-        await answer.aclose()
-
-
-async def _read_along(answer: httpx.Response, exchange: Exchange) -> AsyncGenerator[bytes]:
-    events = Events(exchange.event)
-    try:
-        async for data in answer.aiter_raw():
-            if passed := events.feed(data):
-                yield passed
-        if passed := events.close():
-            yield passed
-    except httpx.TransportError as error:
-        exchange.end(error)
-        raise
-    finally:
-        exchange.end()
-        await answer.aclose()
-
-
-def _unreachable(error: httpx.TransportError) -> Response:
+def _unreachable(error: ClientError) -> JSONResponse:
     said = f"spanmill gateway: the model server does not answer: {error!r}"
     return JSONResponse({"error": {"message": said, "type": "bad_gateway"}}, 502)

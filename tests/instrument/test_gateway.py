@@ -24,7 +24,7 @@ from stub_vllm import PROMPT, Stub, ids_of, logprobs_of, stub_vllm
 
 from spanmill import adapt
 from spanmill.errors import ConfigError, ListenError
-from spanmill.instrument.gateway import application, gateway
+from spanmill.instrument.gateway import configuration, gateway
 from spanmill.triplets.records import Rollout
 
 Spans = Callable[[], list[ReadableSpan]]
@@ -44,7 +44,7 @@ def stub() -> Generator[Stub]:
 @contextmanager
 def serving(upstream: str) -> Generator[httpx.Client]:
     """A client of a gateway before `upstream`."""
-    server = uvicorn.Server(uvicorn.Config(application(upstream), log_level="error"))
+    server = uvicorn.Server(configuration(upstream))
     listening = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
     thread.start()
@@ -165,7 +165,7 @@ def test_errors_pass_unchanged(client: httpx.Client, stub: Stub, emitted: Spans)
     answer = client.post(f"/rollout/r{PATH}", json=CHAT)
     assert (500, {"error": {"message": "try again"}}, 1) == (answer.status_code, answer.json(), len(stub.sent))
     (span,) = emitted()
-    assert ("HTTPStatusError", False) == ((span.attributes or {})["error.type"], span.status.is_ok)
+    assert ("ClientResponseError", False) == ((span.attributes or {})["error.type"], span.status.is_ok)
 
 
 def test_other_routes_pass(client: httpx.Client, stub: Stub, emitted: Spans) -> None:
@@ -185,7 +185,7 @@ def test_a_server_that_is_not_there(emitted: Spans) -> None:
     with serving("http://127.0.0.1:9") as client:
         answer = client.post(PATH, json=CHAT)
     assert (502, "bad_gateway") == (answer.status_code, answer.json()["error"]["type"])
-    assert ["ConnectError"] == [(span.attributes or {})["error.type"] for span in emitted()]
+    assert ["ClientConnectorError"] == [(span.attributes or {})["error.type"] for span in emitted()]
 
 
 def test_many_at_once_are_never_mixed(client: httpx.Client, stub: Stub, emitted: Spans) -> None:
