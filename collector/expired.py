@@ -7,6 +7,7 @@ it. A line of JSON each batch; a last line that is torn was followed by no remov
 import json
 import os
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -20,8 +21,8 @@ LIST_NAME: Final = "expired.jsonl"
 class Batch(NamedTuple):
     """What expired at one moment."""
 
-    upto: Position
-    """What stands in the journal before it is in the rows; what stands behind it came too late."""
+    upto: Sequence[Position]
+    """One for each worker: what stands before it is in the rows, what stands behind it came too late."""
     traces: Sequence[str]
     rollouts: Sequence[tuple[str, int]]
     """(rollout id, attempt)"""
@@ -78,12 +79,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def _line(batch: Batch) -> bytes:
-    found = {"upto": batch.upto, "traces": batch.traces, "rollouts": batch.rollouts}
+    found = {"upto": [*chain(*batch.upto)], "traces": batch.traces, "rollouts": batch.rollouts}
     return json.dumps(found, separators=(",", ":")).encode() + b"\n"
 
 
 def _batch(line: bytes) -> Batch:
     found = cast("dict[str, Any]", json.loads(line))
-    segment, offset = found["upto"]
+    numbers = iter(found["upto"])
+    upto = [Position(int(segment), int(offset)) for segment, offset in zip(numbers, numbers, strict=True)]
     rollouts = [(str(rollout_id), int(attempt)) for rollout_id, attempt in found["rollouts"]]
-    return Batch(Position(segment, offset), [str(name) for name in found["traces"]], rollouts)
+    return Batch(upto, [str(name) for name in found["traces"]], rollouts)

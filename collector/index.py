@@ -1,6 +1,6 @@
 """The index of the journal: which request holds which trace, and which traces belong together.
 
-SQLite, and a cache: what it holds can be found again by reading the journal. The place up to which it is complete is
+SQLite, and a cache: what it holds can be found again by reading the journal. The places up to which it is complete are
 committed with its rows, so that no entry is indexed twice. One process uses it at a time.
 """
 
@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from spanmill.collector.assemble import Component, RolloutKey
 from spanmill.collector.expired import Batch
 from spanmill.collector.index_expired import ExpiredNames
-from spanmill.collector.index_file import holding, open_index
-from spanmill.collector.journal import Kind, Position
+from spanmill.collector.index_file import holding, open_index, read_places
+from spanmill.collector.journal import Kind, Position, worker_of
 from spanmill.triplets.records import Reward
 
 LOOSE: Final = ("response", "tool_call")
@@ -29,6 +29,8 @@ Key: TypeAlias = tuple[str, str]
 """(kind, value) as `adapters.keys` gives them."""
 
 _REWARD: Final = "SELECT rollout_id, value, attempt, call_id, name, source, received_ns FROM rewards"
+_BY_AGE: Final = "ORDER BY received_ns, segment, id"
+"""No two workers' parts of the journal have a common order; in each the ids are in its own."""
 _COMPONENT: Final = """SELECT id, traces, bytes, newest_ns, opened_ns, signal_ns, ended, looked_ns, until_ns, flushed
     FROM components"""
 
@@ -69,7 +71,7 @@ class _Gathered:
 
 
 class Index:
-    """The index at `path`; one that is damaged or of another version is made anew, and `position` is None.
+    """The index at `path`; one that is damaged or of another version is made anew, and `places` is empty.
 
     `due_at` says when a component must be looked at next; it is asked whenever one changes.
     """
@@ -86,15 +88,16 @@ class Index:
         self._db.close()
 
     @property
-    def position(self) -> Position | None:
-        """Where reading goes on after the newest entry that was indexed; None before the first."""
-        row = self._db.execute("SELECT segment, offset FROM place").fetchone()
-        return Position(*row) if row else None
+    def places(self) -> dict[int, Position]:
+        """Where reading goes on after the newest entry of each worker that was indexed."""
+        return read_places(self._db)
 
     # Taking in
 
     def add(self, entries: Sequence[Seen], now_ns: int) -> None:
-        """Index entries in journal order, in one transaction. A receive time in the future counts as now."""
+        """Index entries, each worker's in journal order, in one transaction. A receive time in the future counts as
+        now.
+        """
         if not entries:
             return
         with self._transaction():
@@ -110,8 +113,10 @@ class Index:
                     "INSERT INTO segments VALUES (?1, ?2) ON CONFLICT DO UPDATE SET newest_ns = max(newest_ns, ?2)",
                     (entry.position.segment, received_ns),
                 )
-            self._db.execute("DELETE FROM place")
-            self._db.execute("INSERT INTO place VALUES (?, ?)", entries[-1].end)
+            ends = {worker_of(entry.end.segment): entry.end for entry in entries}
+            self._db.executemany(
+                "INSERT OR REPLACE INTO places VALUES (?, ?, ?)", [(worker, *end) for worker, end in ends.items()]
+            )
 
     def flush(self) -> None:
         """Have every open component closed at the next look."""
@@ -227,9 +232,12 @@ class Index:
         if self.expired.rewarded_before(reward, position):
             return
         write = (reward.rollout_id, reward.attempt, reward.call_id, reward.name)
-        self._db.execute(
-            "DELETE FROM rewards WHERE rollout_id = ? AND attempt IS ? AND call_id IS ? AND name = ?", write
-        )
+        same = "rollout_id = ? AND attempt IS ? AND call_id IS ? AND name = ?"
+        age = (reward.received_ns, position.segment)
+        newer = f"SELECT 1 FROM rewards WHERE {same} AND (received_ns, segment) > (?, ?)"
+        if self._db.execute(newer, (*write, *age)).fetchone():
+            return  # of another worker, whose part of the journal was read first
+        self._db.execute(f"DELETE FROM rewards WHERE {same}", write)
         self._db.execute(
             "INSERT INTO rewards (rollout_id, attempt, call_id, name, value, source, received_ns, segment)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -307,11 +315,11 @@ class Index:
             yield Position(*row), wanted[request]
 
     def rewards(self, component: int) -> list[Reward]:
-        """The rewards, in journal order, that may be for rollouts of a component."""
+        """The rewards that may be for rollouts of a component, by the time at which they were received."""
         rows = self._db.execute(
             f"{_REWARD} WHERE rollout_id IN ("
             "SELECT name FROM traces WHERE component = ?1 UNION SELECT value FROM edges JOIN traces ON id = trace"
-            " WHERE component = ?1 AND kind IN ('rollout', 'conversation')) ORDER BY id",
+            f" WHERE component = ?1 AND kind IN ('rollout', 'conversation')) {_BY_AGE}",
             (component,),
         )
         return [_reward(row) for row in rows]
@@ -365,10 +373,8 @@ class Index:
     # What is removed from the journal: collector/retention.py decides, collector/expired.py keeps the list
 
     def indexed_segments(self) -> dict[int, int]:
-        """Segments that are indexed to their end, with the receive time of their newest record."""
-        return dict(
-            self._db.execute("SELECT segment, newest_ns FROM segments WHERE segment < (SELECT segment FROM place)")
-        )
+        """Segments with the receive time of their newest record that is indexed."""
+        return dict(self._db.execute("SELECT segment, newest_ns FROM segments"))
 
     def components_in(self, segment: int) -> list[Component]:
         """The components with spans or rewards in a segment."""
@@ -384,7 +390,7 @@ class Index:
         """The rewards in a segment whose rollout nobody has named, in journal order."""
         rows = self._db.execute(f"{_REWARD} WHERE segment = ? ORDER BY id", (segment,)).fetchall()
         alone = [_reward(row) for row in rows if not self.components_of_rollout(row[0])]
-        return [reward for reward in alone if not self.expired.attempt(reward)]
+        return [reward for reward in alone if self.expired.attempt(reward) is None]
 
     def force(self, components: Iterable[int]) -> None:
         """Have components closed at the next look, whatever they wait for."""
@@ -446,12 +452,12 @@ class Index:
 
     def is_expired(self, component: int) -> bool:
         """Whether a component holds what still came for a trace that has expired; such a trace stands alone."""
-        return any(self.expired.trace(name) is not None for name in self.traces(component))
+        return any(self.expired.trace(name) for name in self.traces(component))
 
     def rewards_of_expired(self, most: int) -> list[tuple[RolloutKey, Reward]]:
-        """Rewards, in journal order, for rollouts that have expired, with the one that each is for."""
+        """Rewards for rollouts that have expired, with the one that each is for, by the time of receiving."""
         rows = self._db.execute(
-            f"{_REWARD} WHERE rollout_id IN (SELECT rollout_id FROM expired_rollouts) ORDER BY id LIMIT ?", (most,)
+            f"{_REWARD} WHERE rollout_id IN (SELECT rollout_id FROM expired_rollouts) {_BY_AGE} LIMIT ?", (most,)
         )
         found = list[tuple[RolloutKey, Reward]]()
         for reward in map(_reward, rows.fetchall()):

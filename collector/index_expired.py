@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from spanmill.collector.assemble import RolloutKey
 from spanmill.collector.expired import Batch
-from spanmill.collector.journal import Position
+from spanmill.collector.journal import Position, worker_of
 from spanmill.triplets.records import Reward
 
 
@@ -23,12 +23,16 @@ class ExpiredNames:
 
     def add(self, batch: Batch) -> None:
         """Take in a batch of the list, within a transaction."""
+        (number,) = self._db.execute("SELECT coalesce(max(batch), 0) + 1 FROM expired_batches").fetchone()
         self._db.executemany(
-            "INSERT OR REPLACE INTO expired_traces VALUES (?, ?, ?)", [(name, *batch.upto) for name in batch.traces]
+            "INSERT INTO expired_batches VALUES (?, ?, ?, ?)",
+            [(number, worker_of(place.segment), *place) for place in batch.upto],
         )
         self._db.executemany(
-            "INSERT OR REPLACE INTO expired_rollouts VALUES (?, ?, ?, ?)",
-            [(*key, *batch.upto) for key in batch.rollouts],
+            "INSERT OR REPLACE INTO expired_traces VALUES (?, ?)", [(name, number) for name in batch.traces]
+        )
+        self._db.executemany(
+            "INSERT OR REPLACE INTO expired_rollouts VALUES (?, ?, ?)", [(*key, number) for key in batch.rollouts]
         )
 
     def add_end(self, end: int) -> None:
@@ -36,10 +40,9 @@ class ExpiredNames:
         self._db.execute("DELETE FROM expired_read")
         self._db.execute("INSERT INTO expired_read VALUES (?)", (end,))
 
-    def trace(self, name: str) -> Position | None:
-        """Up to where the spans of a trace were written before it expired; None if it has not."""
-        row = self._db.execute("SELECT segment, offset FROM expired_traces WHERE name = ?", (name,)).fetchone()
-        return Position(*row) if row else None
+    def trace(self, name: str) -> bool:
+        """Whether a trace has expired."""
+        return self._db.execute("SELECT 1 FROM expired_traces WHERE name = ?", (name,)).fetchone() is not None
 
     def rollouts(self, keys: Iterable[RolloutKey]) -> set[RolloutKey]:
         """Those of the rollouts that have expired."""
@@ -56,14 +59,22 @@ class ExpiredNames:
 
     def written_before(self, trace: str, position: Position) -> bool:
         """Whether what stands there of a trace, met again as the journal is read anew, is in the rows already."""
-        upto = self.trace(trace)
-        return upto is not None and position < upto
+        row = self._db.execute("SELECT batch FROM expired_traces WHERE name = ?", (trace,)).fetchone()
+        return row is not None and self._is_before(position, row[0])
 
     def rewarded_before(self, reward: Reward, position: Position) -> bool:
         """The same of a reward for a rollout that has expired."""
         row = self._db.execute(
-            "SELECT segment, offset FROM expired_rollouts WHERE rollout_id = ?1 AND (attempt = ?2 OR ?2 IS NULL)"
+            "SELECT batch FROM expired_rollouts WHERE rollout_id = ?1 AND (attempt = ?2 OR ?2 IS NULL)"
             " ORDER BY attempt DESC",
             (reward.rollout_id, reward.attempt),
         ).fetchone()
-        return row is not None and position < Position(*row)
+        return row is not None and self._is_before(position, row[0])
+
+    def _is_before(self, position: Position, batch: int) -> bool:
+        """Whether a place had been read when a batch expired."""
+        found = self._db.execute(
+            "SELECT segment, offset FROM expired_batches WHERE batch = ? AND worker = ?",
+            (batch, worker_of(position.segment)),
+        ).fetchone()
+        return found is not None and position < Position(*found)

@@ -1,7 +1,7 @@
 """The file of the index: its tables, how it is opened, and what other processes may read of it."""
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -11,9 +11,9 @@ from spanmill.collector.journal import Position
 INDEX_NAME: Final = "index.sqlite"
 """In the folder of the journal."""
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 _TABLES: Final = """
-CREATE TABLE place (segment INTEGER, offset INTEGER);
+CREATE TABLE places (worker INTEGER PRIMARY KEY, segment INTEGER, offset INTEGER);
 CREATE TABLE segments (segment INTEGER PRIMARY KEY, newest_ns INTEGER);
 CREATE TABLE requests (id INTEGER PRIMARY KEY, segment INTEGER, offset INTEGER);
 CREATE INDEX requests_of_segment ON requests (segment);
@@ -32,9 +32,11 @@ CREATE TABLE rewards (id INTEGER PRIMARY KEY, rollout_id TEXT, value REAL, attem
     source TEXT, received_ns INTEGER, segment INTEGER);
 CREATE INDEX rewards_of_rollout ON rewards (rollout_id);
 CREATE INDEX rewards_of_segment ON rewards (segment);
-CREATE TABLE expired_traces (name TEXT PRIMARY KEY, segment INTEGER, offset INTEGER) WITHOUT ROWID;
-CREATE TABLE expired_rollouts (rollout_id TEXT, attempt INTEGER, segment INTEGER, offset INTEGER,
-    PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID;
+CREATE TABLE expired_traces (name TEXT PRIMARY KEY, batch INTEGER) WITHOUT ROWID;
+CREATE TABLE expired_rollouts (rollout_id TEXT, attempt INTEGER, batch INTEGER, PRIMARY KEY (rollout_id, attempt))
+    WITHOUT ROWID;
+CREATE TABLE expired_batches (batch INTEGER, worker INTEGER, segment INTEGER, offset INTEGER,
+    PRIMARY KEY (batch, worker)) WITHOUT ROWID;
 CREATE TABLE expired_read (bytes INTEGER);
 CREATE TABLE tallies (name TEXT PRIMARY KEY, value INTEGER) WITHOUT ROWID;
 """
@@ -71,6 +73,11 @@ def _connected(path: Path) -> sqlite3.Connection:
     return db
 
 
+def read_places(db: sqlite3.Connection) -> dict[int, Position]:
+    """Where reading goes on after the newest entry of each worker that was indexed."""
+    return {worker: Position(*place) for worker, *place in db.execute("SELECT worker, segment, offset FROM places")}
+
+
 def holding(db: sqlite3.Connection, rollout_id: str) -> list[int]:
     """The components that may hold a rollout: its id is a rollout's, a conversation's or a trace's."""
     rows = db.execute(
@@ -103,8 +110,8 @@ def _expired(db: sqlite3.Connection, rollout_id: str) -> bool:
 class Progress(NamedTuple):
     """How far the work on a journal is."""
 
-    position: Position | None
-    """Up to where it is indexed."""
+    places: Mapping[int, Position]
+    """Up to where it is indexed, by worker."""
     open_components: int
     """With rollouts that are not written yet."""
     tallies: dict[str, int]
@@ -115,12 +122,12 @@ def progress(path: Path) -> Progress | None:
     """What the index at `path` says, for other processes; None if it cannot be read."""
     try:
         with closing(_read_only(path)) as db:
-            place = db.execute("SELECT segment, offset FROM place").fetchone()
+            places = read_places(db)
             (count,) = db.execute("SELECT count(*) FROM components WHERE due_ns IS NOT NULL").fetchone()
             tallies = dict(db.execute("SELECT name, value FROM tallies"))
     except sqlite3.Error:
         return None
-    return Progress(Position(*place) if place else None, count, tallies)
+    return Progress(places, count, tallies)
 
 
 def _read_only(path: Path) -> sqlite3.Connection:

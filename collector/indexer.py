@@ -33,6 +33,7 @@ from spanmill.collector.journal import Entry, Kind, Position
 from spanmill.collector.late_rewards import aside, rewarded
 from spanmill.collector.logs import logging_to_stderr
 from spanmill.collector.retention import EVERYTHING, Keep, retire, take_in
+from spanmill.collector.segment import HEAD_BYTES
 from spanmill.errors import DecodeError, JournalError, SpanmillError
 from spanmill.triplets.from_tables import rollout_from_tables
 from spanmill.triplets.reader import read_triplets
@@ -212,7 +213,9 @@ class Indexer:
         self._report = report
         self._dataset = DatasetWriter(out)
         self._index = Index(folder / INDEX_NAME, lambda component: due_at(component, timing))
-        self._fresh = self._index.position is None
+        self._fresh = not self._index.places
+        self._flush_at: Position | None = None
+        """Where the flush stands that is next."""
         try:
             take_in(folder, self._index)
         except JournalError:
@@ -250,13 +253,22 @@ class Indexer:
         return bool(entries) and entries[-1].kind is Kind.FLUSH
 
     def _next_entries(self, complete: bool) -> Iterator[Entry]:
-        """What stands next in the journal, up to about INDEX_BYTES or to a flush, which closes what came before it."""
+        """What stands next in the journal, up to about INDEX_BYTES or to a flush, which closes what came before it.
+
+        That is also what came to other workers. When a flush is met, the reading of those may have come to its end before
+        it was written, so it is taken only when it is met again.
+        """
         size = 0
-        for entry in journal.read(self._folder, self._index.position, complete=complete, damage=self._damage):
+        for entry in journal.read_all(self._folder, self._index.places, complete=complete, damage=self._damage):
+            if entry.kind is Kind.FLUSH and entry.position != self._flush_at:
+                self._flush_at = entry.position
+                if not size:
+                    yield from self._next_entries(complete)
+                return
             yield entry
-            size += len(entry.body)
+            size += HEAD_BYTES + len(entry.body)
             if size >= INDEX_BYTES or entry.kind is Kind.FLUSH:
-                break
+                return
 
     def _seen(self, entry: Entry) -> Seen:
         seen = Seen(entry.position, entry.end, entry.kind, entry.received_ns)
@@ -431,7 +443,7 @@ class Indexer:
         """Remove from the journal what is too old or too much, and have closed what is too old; how many segments."""
         if not self.caught_up:
             return 0
-        retired = retire(self._folder, self._index, self._keep, self._clock())
+        retired = retire(self._folder, self._index, self._keep, self._clock(), self._damage)
         if retired.waited:
             stray = adapt([], retired.waited, self._options).stray
             self._commit([], self._new_strays(stray))

@@ -1,11 +1,13 @@
 """The journal: every acknowledged request in the order of its arrival, in segment files `NNNNNNNN.journal`.
 
-One writer at a time (a lock file sees to that), any number of readers. Every start begins a new segment, so nothing is
-ever written behind a torn tail. Whoever removes old segments leaves the newest, whose number the next one goes on from.
-`segment.py` says what stands in a file.
+Each worker of a service has segments of its own in the same folder: those of worker 0 are numbered from 1, those of
+worker 1 from 100,000,001 and so on. A worker's segments have one writer at a time (a lock file sees to that), and any
+number of readers. Every start begins a new segment, so nothing is ever written behind a torn tail. Whoever removes old
+segments leaves a worker's newest, whose number the next one goes on from. `segment.py` says what stands in a file.
 """
 
 import fcntl
+import heapq
 import logging
 import os
 import re
@@ -13,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +37,21 @@ from spanmill.collector.segment import (
 )
 from spanmill.errors import JournalError
 
-__all__ = ["SEGMENT_BYTES", "Entry", "JournalWriter", "Kind", "Position", "read", "read_at", "segment_path", "segments"]
+__all__ = [
+    "SEGMENT_BYTES",
+    "Entry",
+    "JournalWriter",
+    "Kind",
+    "Position",
+    "read",
+    "read_all",
+    "read_at",
+    "seal",
+    "segment_path",
+    "segments",
+    "worker_of",
+    "workers",
+]
 
 SEGMENT_BYTES: Final = 256 << 20
 """A segment grows no larger, but for a single record that is."""
@@ -43,7 +59,10 @@ SEGMENT_S: Final = 6 * 3600.0
 """Nor older, so that what is old can be removed where little is received."""
 
 _NAME: Final = re.compile(r"(\d{8,})\.journal")
-_LOCK_NAME: Final = "writer.lock"
+_SEGMENTS: Final = 100_000_000
+"""The numbers of a worker's segments; 256 MiB each, it never gets there."""
+LOCK_S: Final = 30.0
+"""How long a worker whose service was killed may take to notice and go."""
 _GROUP_RECORDS: Final = 500
 """Records in one writev: two buffers each, IOV_MAX is 1024."""
 
@@ -61,19 +80,49 @@ def segments(directory: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
+def worker_of(segment: int) -> int:
+    """The worker that writes, or wrote, a segment."""
+    return segment // _SEGMENTS
+
+
+def workers(directory: Path) -> list[int]:
+    """The workers that have segments in `directory`, ascending. JournalError if it cannot be listed."""
+    return sorted({worker_of(number) for number in segments(directory)})
+
+
 def segment_path(directory: Path, segment: int) -> Path:
     """The file of a segment."""
     return directory / f"{segment:08}.journal"
+
+
+def read_all(
+    directory: Path,
+    after: Mapping[int, Position],
+    *,
+    complete: bool = False,
+    damage: dict[Position, int] | None = None,
+) -> Iterator[Entry]:
+    """As `read`, the records of all workers, each worker's from its place in `after` on: the earliest received is next,
+    of those that are next of their worker.
+
+    What one worker was sent after another had acknowledged something stands behind that, if both are on disk by now.
+    """
+    every = [
+        read(directory, after.get(worker), worker=worker, complete=complete, damage=damage)
+        for worker in workers(directory)
+    ]
+    return every[0] if len(every) == 1 else heapq.merge(*every, key=lambda entry: entry.received_ns)
 
 
 def read(
     directory: Path,
     after: Position | None = None,
     *,
+    worker: int = 0,
     complete: bool = False,
     damage: dict[Position, int] | None = None,
 ) -> Iterator[Entry]:
-    """The records from `after` (None: from the start) that are whole by now, in order.
+    """The records of a worker from `after` (None: from the start) that are whole by now, in order.
 
     To go on, call again with the last `end`: that also finds new segments.
 
@@ -90,7 +139,8 @@ def read(
     position = after
     while True:
         # Listed before the segment is read: one that has a successor by then gets no further record.
-        later = [number for number in segments(directory) if position is None or number >= position.segment]
+        own = (number for number in segments(directory) if worker_of(number) == worker)
+        later = [number for number in own if position is None or number >= position.segment]
         if not later:
             return
         if position is None or position.segment != later[0]:
@@ -139,6 +189,16 @@ def _unreadable(path: Path, error: OSError) -> JournalError:
     return JournalError(f"{path} cannot be read: {error.strerror or error}")
 
 
+def seal(directory: Path, kept: int) -> None:
+    """Begin an empty segment for each worker from number `kept` on that wrote here once and does no longer, so that its
+    last full one counts as ended, and can be removed.
+    """
+    for worker in workers(directory):
+        newest = max(number for number in segments(directory) if worker_of(number) == worker)
+        if worker >= kept and os.stat(segment_path(directory, newest)).st_size > HEADER_BYTES:
+            JournalWriter(directory, worker=worker, wait_s=LOCK_S).close()
+
+
 class _Pending(NamedTuple):
     kind: Kind
     received_ns: int
@@ -163,15 +223,19 @@ class _Segment:
 
 
 class JournalWriter:
-    """The one writer of the journal in `directory`, which is made if missing. Thread-safe; a context manager.
+    """The one writer of a worker's part of the journal in `directory`, which is made if missing. Thread-safe; a context
+    manager.
 
     Group commit: one thread writes whatever waits with one writev and one fdatasync, and so many senders share the
-    price of a sync. Raises JournalError if the directory cannot be written or another process writes this journal.
+    price of a sync. Raises JournalError if the directory cannot be written, or if another process writes this part
+    and still does after `wait_s`.
 
     The lock lives as long as any process has the file open: start child processes by spawn, not by fork.
     """
 
-    def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self, directory: Path, *, worker: int = 0, segment_bytes: int = SEGMENT_BYTES, wait_s: float = 0.0
+    ) -> None:
         self.on_sync: Callable[[float], object] = _ignored
         """Gets the seconds that each sync took, in the writer's thread."""
         self.directory = directory
@@ -180,9 +244,10 @@ class JournalWriter:
         self._wake = threading.Condition()
         self._closing = False
         self._failing = False
-        self._lock = _lock(directory)
+        self._lock = lock(directory, f"writer-{worker}.lock" if worker else "writer.lock", wait_s)
         try:
-            self._number = max(segments(directory), default=0)
+            own = (number for number in segments(directory) if worker_of(number) == worker)
+            self._number = max(own, default=worker * _SEGMENTS)
             self._segment: _Segment | None = self._new_segment()
         except OSError as error:
             os.close(self._lock)
@@ -351,27 +416,42 @@ def _unwritable(directory: Path, error: Exception) -> JournalError:
     return JournalError(f"journal {directory} cannot be written: {cause}")
 
 
-def _lock(directory: Path) -> int:
-    """The open lock file of a journal that nobody else writes."""
+def lock(directory: Path, name: str, wait_s: float = 0.0) -> int:
+    """The open file `name` of a journal's folder, which is made if missing, locked until it is closed.
+
+    Raises JournalError if the folder cannot be written, or if another process has the lock and keeps it for `wait_s`.
+    """
     missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for folder in missing:
             _sync_directory(folder.parent)
-        lock = os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise _unwritable(directory, error) from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _locked(fd, time.monotonic() + wait_s)
     except OSError as error:
-        holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(lock)
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
         if isinstance(error, BlockingIOError):
             raise JournalError(f"journal {directory} is written by another spanmill (process {holder})") from error
         raise _unwritable(directory, error) from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    return lock
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def _locked(fd: int, last_try: float) -> None:
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= last_try:
+                raise
+            time.sleep(0.05)
+        else:
+            return
 
 
 def _sync_directory(directory: Path) -> None:

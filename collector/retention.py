@@ -5,7 +5,7 @@ aside, and a reward revises the rows as they stand.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -13,6 +13,7 @@ from spanmill.collector import journal
 from spanmill.collector.assemble import Component
 from spanmill.collector.expired import Batch, append_expired, read_expired, sync_folder
 from spanmill.collector.index import Index
+from spanmill.collector.journal import Position
 from spanmill.errors import JournalError
 from spanmill.triplets.records import Reward
 
@@ -49,23 +50,19 @@ def take_in(folder: Path, index: Index) -> None:
         index.expire(batches, end)
 
 
-def retire(folder: Path, index: Index, keep: Keep, now_ns: int) -> Retired:
+def retire(folder: Path, index: Index, keep: Keep, now_ns: int, damage: Mapping[Position, int]) -> Retired:
     """Remove segments that are too old, or too much, from the journal; raises JournalError if that fails.
 
-    Of those that are too old, what is open is closed first: the next round removes them.
+    Of those that are too old, what is open is closed first: the next round removes them. `damage` is what reading
+    passed over, as of `journal.read`.
     """
     sizes = _sizes(folder)
     indexed = index.indexed_segments()
-    position = index.position
-    if position is None:
-        return Retired()
     over = sum(sizes.values()) - keep.max_bytes
     over = max(over, keep.min_free_bytes - free_bytes(folder))
     removed, forced = 0, dict[int, Component]()
     waited = list[Reward]()
-    for segment in sorted(sizes):
-        if segment >= position.segment:
-            break
+    for segment in sorted(_done(sizes, index.places, damage), key=lambda number: (indexed.get(number, 0), number)):
         old = now_ns - indexed.get(segment, now_ns) > keep.max_age_ns
         empty = segment not in indexed
         if not (old or empty or over > 0):
@@ -87,11 +84,10 @@ def retire(folder: Path, index: Index, keep: Keep, now_ns: int) -> Retired:
 
 def _remove(folder: Path, index: Index, segment: int, components: Sequence[Component]) -> None:
     """First the list, then the index, then the file: wherever this is cut off, the next start goes on from the list."""
-    position = index.position
-    if components and position is not None:
+    if components:
         traces = [name for component in components for name in index.traces(component.id) if name]
         rollouts = sorted({key for component in components for key in index.written(component.id)})
-        batch = Batch(position, sorted(traces), rollouts)
+        batch = Batch(sorted(index.places.values()), sorted(traces), rollouts)
         index.expire([batch], append_expired(folder, [batch], index.expired.read))
     index.drop_segment(segment)
     try:
@@ -99,6 +95,17 @@ def _remove(folder: Path, index: Index, segment: int, components: Sequence[Compo
         sync_folder(folder)
     except OSError as error:
         raise JournalError(f"segment {segment} of {folder} cannot be removed: {error.strerror}") from error
+
+
+def _done(sizes: Mapping[int, int], places: Mapping[int, Position], damage: Mapping[Position, int]) -> Iterator[int]:
+    """The segments that have a successor of the same worker, and from which all is indexed that can be."""
+    newest = {journal.worker_of(segment): segment for segment in sorted(sizes)}
+    for segment, size in sizes.items():
+        place = places.get(journal.worker_of(segment))
+        if place is None or segment == newest[journal.worker_of(segment)]:
+            continue
+        if segment < place.segment or (segment == place.segment and place.offset + damage.get(place, 0) >= size):
+            yield segment
 
 
 def _sizes(folder: Path) -> dict[int, int]:

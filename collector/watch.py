@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -12,6 +13,7 @@ from spanmill.collector.index_file import INDEX_NAME, progress
 from spanmill.collector.ingest import Ingest
 from spanmill.collector.journal import Position
 from spanmill.collector.retention import free_bytes
+from spanmill.collector.segment import HEADER_BYTES
 
 _LOOK_S: Final = 0.5
 _ROOM: Final = 1.1
@@ -94,10 +96,7 @@ def _state(folder: Path, out: Path) -> State:
     for segment in journal.segments(folder):
         sizes[segment] = _size(journal.segment_path(folder, segment))
     found = progress(folder / INDEX_NAME)
-    place = (found.position if found else None) or Position(0, 0)
-    lag = sum(size for segment, size in sizes.items() if segment > place.segment)
-    # An empty segment is a header that nothing waits behind.
-    lag += max(0, sizes.get(place.segment, 0) - place.offset)
+    lag = sum(_waiting(segment, size, found.places if found else {}) for segment, size in sizes.items())
     free = min(free_bytes(folder), free_bytes(out) if out.exists() else free_bytes(folder))
     return State(
         sum(sizes.values()),
@@ -107,6 +106,15 @@ def _state(folder: Path, out: Path) -> State:
         found.open_components if found else 0,
         found.tallies if found else None,
     )
+
+
+def _waiting(segment: int, size: int, places: Mapping[int, Position]) -> int:
+    """How much of a segment is not indexed."""
+    place = places.get(journal.worker_of(segment), Position(0, 0))
+    if segment < place.segment:
+        return 0
+    # In front of the first record is a header that nobody waits for.
+    return max(0, size - (place.offset if segment == place.segment else HEADER_BYTES))
 
 
 def _size(path: Path) -> int:

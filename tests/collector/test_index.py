@@ -115,14 +115,14 @@ def test_requests_are_found_by_component(index: Index) -> None:
 def test_the_place_and_the_rows_are_one_transaction(tmp_path: Path) -> None:
     """What fails leaves nothing; what did not is there after a new start, with the place that it reached."""
     with closing(Index(tmp_path / "index.sqlite")) as index:
-        assert index.position is None
+        assert {} == index.places
         index.add([request(0, found("a"))], NOW)
     with closing(Index(tmp_path / "index.sqlite", lambda component: 1 // (component.bytes - 200))) as index:
         with pytest.raises(ZeroDivisionError):
             index.add([request(1, found("b")), request(2, found("c", size=200))], NOW)
-        assert (Position(1, 1), [["a"]]) == (index.position, groups(index))
+        assert ({0: Position(1, 1)}, [["a"]]) == (index.places, groups(index))
     with closing(Index(tmp_path / "index.sqlite")) as index:
-        assert (Position(1, 1), [["a"]]) == (index.position, groups(index))
+        assert ({0: Position(1, 1)}, [["a"]]) == (index.places, groups(index))
 
 
 @pytest.mark.parametrize("damage", [b"", b"no database at all" * 100])
@@ -131,7 +131,7 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "index.sqlite"
     path.write_bytes(damage)
     index = Index(path)
-    assert (None, []) == (index.position, groups(index))
+    assert ({}, []) == (index.places, groups(index))
     index.close()
 
 
