@@ -7,9 +7,9 @@ import zlib
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from io import BufferedReader
-from itertools import count
+from itertools import count, starmap
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,7 +34,16 @@ _ARRAY: Final = re.compile(rb"\s*\[\s*[{\]]")
 _PACKED: Final = (".gz", ".zst", ".zstd")
 
 
-def read_requests(path: Path) -> Iterator[tuple[Kind, bytes]]:
+class Request(NamedTuple):
+    """A request as it was recorded."""
+
+    kind: Kind
+    body: bytes
+    received_ns: int = 0
+    """Nanoseconds since 1970; 0 if that was not recorded."""
+
+
+def read_requests(path: Path) -> Iterator[Request]:
     """The OTLP requests that a file or folder holds, in their order.
 
     A file holds OTLP/JSON lines, or protobuf requests with a length before each (4 bytes big-endian, or a varint) or
@@ -87,15 +96,15 @@ def _suffix(path: Path) -> str:
     return next((suffix for suffix in reversed(path.suffixes) if suffix not in _PACKED), "")
 
 
-def _journal_requests(folder: Path) -> Iterator[tuple[Kind, bytes]]:
+def _journal_requests(folder: Path) -> Iterator[Request]:
     damage: dict[journal.Position, int] = {}
-    for entry in journal.read(folder, damage=damage):
-        yield entry.kind, entry.body
+    for entry in journal.read_all(folder, {}, damage=damage):
+        yield Request(entry.kind, entry.body, entry.received_ns)
     if damage:
         warn_once(f"{folder}: {sum(damage.values())} bytes in {len(damage)} places are damaged and left out")
 
 
-def _file_requests(path: Path) -> Iterator[tuple[Kind, bytes]]:
+def _file_requests(path: Path) -> Iterator[Request]:
     try:
         with open_unpacked(path) as stream:
             head = stream.peek(64)[:64]
@@ -105,14 +114,14 @@ def _file_requests(path: Path) -> Iterator[tuple[Kind, bytes]]:
             if _ARRAY.match(head):
                 raise UnknownFormatError(f"{path} holds a JSON array; expected one request a line, without brackets")
         if head:
-            yield from protobuf_requests(path, lambda: open_unpacked(path))
+            yield from starmap(Request, protobuf_requests(path, lambda: open_unpacked(path)))
     except InputError:
         raise
     except (OSError, zlib.error, zstandard.ZstdError) as error:
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _json_requests(path: Path, stream: BufferedReader) -> Iterator[tuple[Kind, bytes]]:
+def _json_requests(path: Path, stream: BufferedReader) -> Iterator[Request]:
     usual: Kind | None = None
     for line in stream:
         if line.isspace():
@@ -128,7 +137,7 @@ def _json_requests(path: Path, stream: BufferedReader) -> Iterator[tuple[Kind, b
             warn_once(f"{path} ends within a line, which is left out")
             return
         usual = kind
-        yield kind, line
+        yield Request(kind, line)
 
 
 def _is_json(line: bytes) -> bool:

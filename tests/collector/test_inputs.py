@@ -77,6 +77,11 @@ def write(tmp_path: Path) -> Callable[[bytes, str], Path]:
     return write
 
 
+def read(path: Path) -> list[tuple[Kind, bytes]]:
+    """Kind and body of the requests that an input holds."""
+    return [(request.kind, request.body) for request in read_requests(path)]
+
+
 Write = Callable[..., Path]
 
 
@@ -121,7 +126,7 @@ def test_content_says_what_a_file_holds(
     write: Write, pack: Callable[[bytes], bytes], content: bytes, expected: list[tuple[Kind, bytes]]
 ) -> None:
     """Framing, encoding, signal and compression of a file are recognised without its name."""
-    assert expected == list(read_requests(write(pack(content))))
+    assert expected == read(write(pack(content)))
 
 
 @pytest.mark.parametrize("body", [T1, lines(JSON_TRACES)], ids=["proto", "json"])
@@ -130,7 +135,7 @@ def test_requests_that_are_compressed_one_by_one(write: Write, body: bytes) -> N
     path = write(big_endian(*[zstandard.compress(body)] * 2))
 
     kind = Kind.TRACES_PROTO if body is T1 else Kind.TRACES_JSON
-    assert [(kind, body)] * 2 == list(read_requests(path))
+    assert [(kind, body)] * 2 == read(path)
 
 
 def test_compressed_files_may_be_put_together(write: Write) -> None:
@@ -138,8 +143,8 @@ def test_compressed_files_may_be_put_together(write: Write) -> None:
     half = big_endian(T1)
 
     expected = [(Kind.TRACES_PROTO, T1)] * 2
-    assert expected == list(read_requests(write(gzip.compress(half) + gzip.compress(half), "a")))
-    assert expected == list(read_requests(write(zstandard.compress(half) + zstandard.compress(half), "b")))
+    assert expected == read(write(gzip.compress(half) + gzip.compress(half), "a"))
+    assert expected == read(write(zstandard.compress(half) + zstandard.compress(half), "b"))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +159,7 @@ def test_compressed_files_may_be_put_together(write: Write) -> None:
 )
 def test_the_name_breaks_ties_only(write: Write, name: str, content: bytes, kinds: list[Kind]) -> None:
     """A request that might be either has the kind of the requests before it, else the one that the name suggests."""
-    assert kinds == [kind for kind, _ in read_requests(write(content, name))]
+    assert kinds == [kind for kind, _ in read(write(content, name))]
 
 
 def test_a_folder_is_read_in_order_of_names(write: Write, caplog: pytest.LogCaptureFixture) -> None:
@@ -166,7 +171,7 @@ def test_a_folder_is_read_in_order_of_names(write: Write, caplog: pytest.LogCapt
     write(lines({"rollout_id": "r", "value": 1}), "in/rewards.jsonl")
     folder = write(T1, "in/.hidden").parent
 
-    assert [Kind.LOGS_JSON, Kind.TRACES_PROTO] == [kind for kind, _ in read_requests(folder)]
+    assert [Kind.LOGS_JSON, Kind.TRACES_PROTO] == [kind for kind, _ in read(folder)]
     assert [
         f"2 files in {folder} are not OTLP and are passed over, the first is {folder / 'notes.md'}"
     ] == caplog.messages
@@ -186,7 +191,20 @@ def test_a_folder_of_journals_is_read_by_the_journal(tmp_path: Path) -> None:
         (Kind.TRACES_PROTO, T1),
         (Kind.REWARDS, b"two"),
         (Kind.FLUSH, b""),
-    ] == list(read_requests(tmp_path / "in"))
+    ] == read(tmp_path / "in")
+
+
+def test_a_journal_of_several_workers_is_one(tmp_path: Path) -> None:
+    """Its requests come in the order in which they were received, and with the time."""
+    with JournalWriter(tmp_path) as one, JournalWriter(tmp_path, worker=1) as other:
+        one.append(Kind.TRACES_PROTO, b"b", 20)
+        one.append(Kind.TRACES_PROTO, b"d", 40)
+        other.append(Kind.TRACES_PROTO, b"a", 10)
+        other.append(Kind.TRACES_PROTO, b"c", 30)
+
+    assert [(Kind.TRACES_PROTO, body, at) for body, at in ((b"a", 10), (b"b", 20), (b"c", 30), (b"d", 40))] == list(
+        read_requests(tmp_path)
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +223,7 @@ def test_a_last_request_that_was_cut_is_left_out(
     """A writer that was killed leaves half a request: what stands before is read, and the loss is said."""
     path = write(content)
 
-    assert [(Kind.TRACES_PROTO, T1)] == list(read_requests(path))
+    assert [(Kind.TRACES_PROTO, T1)] == read(path)
     assert [f"{path} ends within a request, which is left out; the 1 before it are whole"] == caplog.messages
 
 
@@ -213,7 +231,7 @@ def test_a_last_line_that_was_cut_is_left_out(write: Write, caplog: pytest.LogCa
     """Half a JSON line at the end is left out and said."""
     path = write(lines(JSON_TRACES, JSON_TRACES)[:-9])
 
-    assert [(Kind.TRACES_JSON, lines(JSON_TRACES))] == list(read_requests(path))
+    assert [(Kind.TRACES_JSON, lines(JSON_TRACES))] == read(path)
     assert [f"{path} ends within a line, which is left out"] == caplog.messages
 
 
@@ -224,7 +242,7 @@ def test_compressed_data_that_was_cut_is_read_as_far_as_it_goes(
     """Requests before the cut of a compressed file are not lost, and the cut is said."""
     path = write(pack(big_endian(T1)) + pack(big_endian(T2))[:-20])
 
-    assert [(Kind.TRACES_PROTO, T1)] == list(read_requests(path))
+    assert [(Kind.TRACES_PROTO, T1)] == read(path)
     assert f"{path} ends within its compressed data; what stands before that is read" in caplog.messages
 
 
@@ -232,11 +250,9 @@ def test_a_request_that_does_not_parse_is_handed_on(write: Write) -> None:
     """A broken request or line between good ones has the kind of its file, so that its reader counts it."""
     broken = b"\xff" + T1
 
-    assert [(Kind.TRACES_PROTO, body) for body in (T1, broken, T1)] == list(
-        read_requests(write(big_endian(T1, broken, T1), "a"))
-    )
-    assert [(Kind.TRACES_JSON, body) for body in (lines(JSON_TRACES), b'{"res\n', lines(JSON_TRACES))] == list(
-        read_requests(write(lines(JSON_TRACES) + b'{"res\n' + lines(JSON_TRACES), "b"))
+    assert [(Kind.TRACES_PROTO, body) for body in (T1, broken, T1)] == read(write(big_endian(T1, broken, T1), "a"))
+    assert [(Kind.TRACES_JSON, body) for body in (lines(JSON_TRACES), b'{"res\n', lines(JSON_TRACES))] == read(
+        write(lines(JSON_TRACES) + b'{"res\n' + lines(JSON_TRACES), "b")
     )
 
 
@@ -245,7 +261,7 @@ def test_lost_framing_is_an_error(write: Write) -> None:
     path = write(big_endian(T1, b"\xff" * 9) + b"\xff" * 99)
     requests = read_requests(path)
 
-    assert [(Kind.TRACES_PROTO, T1), (Kind.TRACES_PROTO, b"\xff" * 9)] == [next(requests), next(requests)]
+    assert [T1, b"\xff" * 9] == [next(requests).body, next(requests).body]
     with pytest.raises(InputError, match="input is damaged: request 2 does not parse"):
         next(requests)
 
@@ -282,22 +298,22 @@ def test_what_is_no_otlp_from_its_start_is_an_error(write: Write, content: bytes
     path = write(content)
 
     with pytest.raises(InputError, match=str(path)):
-        list(read_requests(path))
+        read(path)
 
 
 def test_files_that_should_be_readable_are_not_passed_over(write: Write, tmp_path: Path) -> None:
     """In a folder, a file named as data that is damaged at its start is an error; so are no data, and no file."""
     folder = write(b"garbage", "pb/a.binpb.gz").parent
     with pytest.raises(InputError, match=r"a\.binpb\.gz"):
-        list(read_requests(folder))
+        read(folder)
     folder = write(b'{"resourceSp\n', "lines/a.jsonl").parent
     with pytest.raises(InputError, match=r"a\.jsonl is damaged"):
-        list(read_requests(folder))
+        read(folder)
     folder = write(b"text", "other/notes.md").parent
     with pytest.raises(InputError, match="holds no journal and no file of OTLP requests"):
-        list(read_requests(folder))
+        read(folder)
     with pytest.raises(InputError, match="missing cannot be read: No such file or directory"):
-        list(read_requests(tmp_path / "missing"))
+        read(tmp_path / "missing")
 
 
 REWARDS = [
