@@ -3,10 +3,9 @@
 Nothing here imports vLLM: what vLLM imports is patched when it imports it. Installed beside vLLM, the plugin is on.
 """
 
-from spanmill.instrument.vllm.doctor import Finding, diagnose, fetch
 from spanmill.instrument.vllm.hooks import skip
 from spanmill.instrument.vllm.plugin import register
 from spanmill.instrument.vllm.policy import set_policy_version
 from spanmill.instrument.vllm.sender import counters, flush
 
-__all__ = ["Finding", "counters", "diagnose", "fetch", "flush", "register", "set_policy_version", "skip"]
+__all__ = ["counters", "flush", "register", "set_policy_version", "skip"]

@@ -249,6 +249,24 @@ def show(
 
 
 @app.command()
+def doctor(
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="OTLP receiver of the spans", envvar="SPANMILL_ENDPOINT")
+    ] = None,
+    vllm: Annotated[list[str] | None, typer.Option(metavar="URL", help="a running model server")] = None,
+    collector_config: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE.yaml", help="configuration of a Go collector in front")
+    ] = None,
+    python: Annotated[list[str] | None, typer.Option(metavar="PATH", help="another Python, that agents run by")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
+) -> None:
+    """Show what is installed, patched and reachable, and what would lose data; exits 1 if anything does."""
+    from spanmill.doctor import doctor
+
+    raise typer.Exit(doctor(endpoint, vllm or (), collector_config or (), python or (), as_json=as_json))
+
+
+@app.command()
 def stats(dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="folder of a dataset")]) -> None:
     """Show what became of every call and every sampled token of a dataset."""
     from spanmill.collector.stats import loss_report
