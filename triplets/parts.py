@@ -135,6 +135,7 @@ def rollout_index(root: Path, parts: Sequence[int]) -> pl.DataFrame:
         pl.col("path").str.extract(_PART.pattern + "$").cast(pl.Int64).alias("part"),
         ((pl.col("num_calls") == 0) & pl.col("flags").list.contains(MOVED)).alias("moved"),
     )
-    last = pl.struct("revision", "part").sort().last().over(KEY)
-    newest = pl.struct("revision", "part") == last
+    # One number of both: a window over structs would take 100 times as long.
+    rank = pl.col("revision").cast(pl.Int64) * 2**32 + pl.col("part")
+    newest = rank == rank.max().over(KEY)
     return rows.collect().with_columns(newest.alias("newest"), moved=pl.col("moved") & newest).select(list(_INDEX))
