@@ -1,51 +1,47 @@
-"""`spanmill build`: recorded requests into a dataset, in one go and in bounded memory.
+"""`spanmill build`: recorded requests into a dataset, in bounded memory.
 
-Inputs of up to BUCKET_BYTES are put together at once. Larger ones are read twice: first to find out which traces belong
-together, then to deal their spans out into buckets, files that each fit into memory. Rows stand in the order (bucket,
-rollout_id, attempt). A bucket follows from the alphabetically first trace of a component, the number of buckets from
-the size of the input, so the order of arrival changes nothing.
+Inputs are read twice: first to find out which traces belong together, then to deal their spans out into partitions,
+files that each fit into memory; processes of their own put them together. What fits into one partition is read once and
+put together here. `collector/partition.py` has the pure functions that this is made of and says in what order the rows
+stand: neither the order in which requests came nor the number of processes changes it.
 """
 
-import pickle
 import sys
 import time
-import zlib
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track
 
-from spanmill.adapters import Options, adapt, keys
+from spanmill.adapters import adapt
 from spanmill.collector import rewards as posted
+from spanmill.collector.components import Components
 from spanmill.collector.config import BuildConfig
-from spanmill.collector.decode import decode
 from spanmill.collector.expired import LIST_NAME, read_expired
-from spanmill.collector.index import Index, Seen
-from spanmill.collector.indexer import INDEX_BYTES, home, options, survey
-from spanmill.collector.inputs import read_requests, read_rewards
-from spanmill.collector.journal import Kind, Position
+from spanmill.collector.index import Found
+from spanmill.collector.indexer import options, survey
+from spanmill.collector.inputs import Request, read_requests, read_rewards
+from spanmill.collector.journal import Kind
+from spanmill.collector.partition import Piece, deal, key_of, put_together
+from spanmill.collector.spill import cores, spill, write_partitions
 from spanmill.collector.stats import loss_report
 from spanmill.errors import DatasetError, DecodeError, InputError
 from spanmill.triplets.parts import part_numbers
-from spanmill.triplets.records import Quarantined, Reward, Rollout, Span
+from spanmill.triplets.records import Reward
 from spanmill.triplets.schema import ROLLOUTS, TABLES
-from spanmill.triplets.writer import DatasetWriter, stray_key
+from spanmill.triplets.writer import DatasetWriter, write_part
 
-BUCKET_BYTES = 64 << 20
-"""Of requests; put together they take about ten times that."""
+PARTITION_BYTES = 32 << 20
+"""Of requests; put together they take about six times that in each process."""
 LINE_S = 10.0
 
-Found: TypeAlias = Span | Quarantined
-"""A span, or the row that says why it cannot be read."""
-Request: TypeAlias = tuple[Kind, bytes]
 T = TypeVar("T")
 
 
@@ -60,25 +56,51 @@ def build(inputs: Sequence[Path], config: BuildConfig) -> int:
         for left in config.out.glob(".build-*"):  # by a build that was killed
             rmtree(left)
         _say_what_expired(inputs)
-        recorded = _Recorded(inputs)
-        requests = recorded.requests()
-        first = list[Request]()
-        for request in requests:
-            first.append(request)
-            if recorded.size > BUCKET_BYTES:
-                break
-        if recorded.size <= BUCKET_BYTES:
-            found = [one for number, request in enumerate(first) for one in recorded.decoded(number, *request)]
-            recorded.check()
-            rollouts, stray = _put_together(found, [*recorded.rewards(), *table], options(config))
-            if rollouts or stray:
-                dataset.write(rollouts, list(stray.values()))
-        else:
-            with TemporaryDirectory(prefix=".build-", dir=config.out) as folder:
-                every = chain(first, requests)
-                _build_in_buckets(recorded, every, table, dataset, options(config), Path(folder))
+        with TemporaryDirectory(prefix=".build-", dir=config.out) as folder:
+            _build(_Recorded(inputs), table, dataset, config, Path(folder))
     print(loss_report(config.out), end="")
     return 0
+
+
+def _build(
+    recorded: "_Recorded", table: Sequence[Reward], dataset: DatasetWriter, config: BuildConfig, folder: Path
+) -> None:
+    with closing(Components(folder / "components.sqlite")) as components:
+        held = _survey(recorded, components)
+        recorded.check()
+        count = components.resolve(PARTITION_BYTES)
+        given = [*recorded.rewards(), *table]
+        places = [components.of_rollout(reward.rollout_id) for reward in given]
+        if held is None:
+            again = _shown(recorded.again(), "sorting requests", recorded.count)
+            spill(_dealt(recorded, again, components), folder)
+            pieces = list[Piece]()
+        else:
+            pieces = list(_dealt(recorded, held, components))
+    rewards = defaultdict[int, dict[int, list[Reward]]](dict)
+    for reward, place in zip(given, places, strict=True):
+        if place is not None:
+            rewards[place.partition].setdefault(place.component, []).append(reward)
+    missed = set[bytes]()
+    if held is None:
+        workers = config.workers or cores()
+        done = write_partitions(folder, count, rewards, options(config), workers)
+        for written in _shown(done, "writing rows", count):
+            missed.update(written.missed)
+            if written.folder is not None:
+                dataset.take(written.folder)
+    elif pieces:
+        made = put_together(pieces, rewards[0], options(config))
+        missed.update(made.missed)
+        if not made.empty:
+            write_part(folder, made.tables, made.strays)
+            dataset.take(folder)
+    alone = adapt([], given, options(config)).stray
+    nowhere = {
+        key_of(row): row for row, place in zip(alone, places, strict=True) if place is None or key_of(row) in missed
+    }
+    if nowhere:
+        dataset.write([], list(nowhere.values()))
 
 
 def _check_empty(out: Path) -> None:
@@ -109,42 +131,35 @@ class _Recorded:
         """Number of a request that is no OTLP, and why."""
 
     def requests(self) -> Iterator[Request]:
-        """The requests that hold spans; to be read once, and numbered from 0 by the reader."""
-        for kind, body in self._everything():
-            if kind is Kind.REWARDS:
-                self._rewards += posted.decode(body)
-            elif kind is not Kind.FLUSH:
+        """The requests that hold spans; to be read once, and numbered from 0 by whoever reads them."""
+        for request in self._everything():
+            if request.kind is Kind.REWARDS:
+                self._rewards += posted.decode(request.body)
+            elif request.kind is not Kind.FLUSH:
                 self.count += 1
-                self.size += len(body)
-                yield kind, body
+                self.size += len(request.body)
+                yield request
 
     def again(self) -> Iterator[Request]:
         """The same requests a second time, without what an input got meanwhile."""
-        spans = (request for request in self._everything() if request[0] not in (Kind.REWARDS, Kind.FLUSH))
+        spans = (request for request in self._everything() if request.kind not in (Kind.REWARDS, Kind.FLUSH))
         return islice(spans, self.count)
 
     def rewards(self) -> list[Reward]:
         """The rewards that stood between the requests, by the time at which they were received."""
         return sorted(self._rewards, key=lambda reward: reward.received_ns)
 
-    def decoded(self, number: int, kind: Kind, body: bytes) -> Iterator[Found]:
-        """The spans of a request; none if it cannot be read, which is noted."""
+    def found(self, number: int, request: Request) -> list[Found]:
+        """What a request holds; nothing if it cannot be read, which is noted."""
         try:
-            spans, bad, _ = decode(kind, body)
+            return survey(request.kind, request.body)
         except DecodeError as error:
             self._unreadable[number] = str(error)
-            return
-        yield from spans
-        yield from bad
+            return []
 
-    def seen(self, number: int, kind: Kind, body: bytes) -> Seen:
-        """A request as the index takes it; empty if it cannot be read, which is noted."""
-        place = Position(0, number)
-        try:
-            return Seen(place, place, kind, 0, survey(kind, body))
-        except DecodeError as error:
-            self._unreadable[number] = str(error)
-            return Seen(place, place, kind, 0)
+    def pieces(self, number: int, request: Request, components: Components) -> list[Piece]:
+        """The pieces of a request, none if it cannot be read."""
+        return [] if number in self._unreadable else deal(request, components.place)
 
     def check(self) -> None:
         """Say how many requests could not be read. Raises InputError if that goes for all of them."""
@@ -160,108 +175,21 @@ class _Recorded:
         return chain.from_iterable(map(read_requests, self._inputs))
 
 
-def _put_together(
-    found: Sequence[Found], rewards: Sequence[Reward], choices: Options
-) -> tuple[list[Rollout], dict[bytes, Quarantined]]:
-    """The rollouts of whole components, and what stands under none of them, each row once."""
-    rollouts, stray = adapt((one for one in found if isinstance(one, Span)), rewards, choices)
-    rows = chain(stray, (one for one in found if isinstance(one, Quarantined)))
-    return rollouts, {_key(row): row for row in rows}
+def _survey(recorded: _Recorded, components: Components) -> list[Request] | None:
+    """Tell `components` what the requests hold; the requests themselves, unless they are more than one partition."""
+    held: list[Request] | None = []
+    for number, request in enumerate(_shown(recorded.requests(), "reading requests")):
+        components.add(recorded.found(number, request))
+        if held is not None:
+            held.append(request)
+            if recorded.size > PARTITION_BYTES:
+                held = None
+    return held
 
 
-def _key(row: Quarantined) -> bytes:
-    return stray_key(row.trace_id, row.span_id, row.reason, row.detail, row.span)
-
-
-# Larger inputs
-
-
-def _build_in_buckets(
-    recorded: _Recorded,
-    requests: Iterable[Request],
-    table: Sequence[Reward],
-    dataset: DatasetWriter,
-    choices: Options,
-    folder: Path,
-) -> None:
-    with closing(Index(folder / "index.sqlite")) as index:
-        _index(recorded, requests, index)
-        recorded.check()
-        count, bucket_of = _buckets(index, recorded.size)
-        _deal_out(recorded, index, bucket_of, folder)
-        rewards = [*recorded.rewards(), *table]
-        places = [{bucket_of[i] for i in index.components_of_rollout(reward.rollout_id)} for reward in rewards]
-    alone = [(_key(row), row) for row in adapt([], rewards, choices).stray]
-    missed = Counter[bytes]()
-    for bucket in _shown(range(count), "writing rows", count):
-        own = [reward for reward, place in zip(rewards, places, strict=True) if bucket in place]
-        rollouts, stray = _put_together(list(_spilled(folder, bucket)), own, choices)
-        unknown = [key for key, row in stray.items() if row.reason == "unknown_rollout"]
-        missed.update(unknown)
-        for key in unknown:
-            del stray[key]
-        if rollouts or stray:
-            dataset.write(rollouts, list(stray.values()))
-    nowhere = {key: row for (key, row), place in zip(alone, places, strict=True) if missed[key] == len(place)}
-    if nowhere:
-        dataset.write([], list(nowhere.values()))
-
-
-def _index(recorded: _Recorded, requests: Iterable[Request], index: Index) -> None:
-    batch, size = list[Seen](), 0
-    for number, (kind, body) in enumerate(_shown(requests, "reading requests")):
-        batch.append(recorded.seen(number, kind, body))
-        size += len(body)
-        if size >= INDEX_BYTES:
-            index.add(batch, 0)
-            batch, size = [], 0
-    index.add(batch, 0)
-
-
-def _buckets(index: Index, size: int) -> tuple[int, dict[int, int]]:
-    """(number of buckets, bucket of each component) for requests of `size` bytes."""
-    bits = (size // BUCKET_BYTES).bit_length()
-    return 1 << bits, {ident: zlib.crc32(trace.encode()) >> (32 - bits) for ident, trace in index.components()}
-
-
-def _deal_out(recorded: _Recorded, index: Index, bucket_of: Mapping[int, int], folder: Path) -> None:
-    """Write the spans of every request into the files of their buckets, decoded, so that each is decoded once."""
-
-    @lru_cache(1 << 16)
-    def bucket(trace: str) -> int | None:
-        component = index.component_of(trace)
-        return None if component is None else bucket_of[component]
-
-    waiting, size = defaultdict[int, list[Found]](list), 0
-    for number, (kind, body) in enumerate(_shown(recorded.again(), "sorting requests", recorded.count)):
-        for one in recorded.decoded(number, kind, body):
-            trace = one.trace_id or (home(one, keys(one)) if isinstance(one, Span) else "")
-            place = bucket(trace)
-            if place is not None:  # else it was not there when the input was read first
-                waiting[place].append(one)
-        size += len(body)
-        if size >= BUCKET_BYTES:
-            _spill(waiting, folder)
-            size = 0
-    _spill(waiting, folder)
-
-
-def _spill(waiting: dict[int, list[Found]], folder: Path) -> None:
-    for bucket, found in waiting.items():
-        with (folder / f"{bucket}.spans").open("ab") as file:
-            pickle.dump(found, file, pickle.HIGHEST_PROTOCOL)
-    waiting.clear()
-
-
-def _spilled(folder: Path, bucket: int) -> Iterator[Found]:
-    path = folder / f"{bucket}.spans"
-    if not path.exists():
-        return
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        while file.tell() < size:
-            yield from pickle.load(file)
-    path.unlink()
+def _dealt(recorded: _Recorded, requests: Iterable[Request], components: Components) -> Iterator[Piece]:
+    for number, request in enumerate(requests):
+        yield from recorded.pieces(number, request, components)
 
 
 # For people

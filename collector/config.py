@@ -180,6 +180,9 @@ class BuildConfig(RowConfig):
     rewards: Path | None = field(
         default=None, metadata=about(parse_path, "table of rewards: Parquet, CSV or JSON lines")
     )
+    workers: int | None = field(
+        default=None, metadata=about(parse_count(1, 1024), "processes that put rollouts together (default: the cores)")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,10 +29,10 @@ _MESSAGES: Final[dict[str, str]] = {
     "Logs": "1 repeated ResourceLogs groups",
     "ResourceLogs": "1 optional Resource resource, 2 repeated ScopeLogs scopes",
     "ScopeLogs": "1 optional Scope scope, 2 repeated LogRecord items",
-    # What traces and logs have in common, for telling one from the other.
+    # What traces and logs have in common, for telling one from the other and for cutting requests into smaller ones.
     "Outline": "1 repeated OutlineGroup groups",
-    "OutlineGroup": "2 repeated OutlineScope scopes",
-    "OutlineScope": "2 repeated bytes items",
+    "OutlineGroup": "1 repeated bytes resource, 2 repeated OutlineScope scopes",
+    "OutlineScope": "1 repeated bytes scope, 2 repeated bytes items",
     "Resource": "1 repeated bytes attributes",
     "Scope": "1 optional bytes name",
     "Span": """1 optional bytes trace_id, 2 optional bytes span_id, 3 optional bytes trace_state,

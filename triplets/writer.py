@@ -33,7 +33,7 @@ from spanmill.triplets.parts import (
 )
 from spanmill.triplets.records import Quarantined, Rollout
 from spanmill.triplets.rewrite import Key, Part, choose_parts, merge_rows, merge_strays, row_keys, split_by_key
-from spanmill.triplets.schema import QUARANTINE, ROLLOUTS, TABLES
+from spanmill.triplets.schema import QUARANTINE, ROLLOUTS, TABLES, TableSpec
 from spanmill.triplets.table import rows_to_tables
 
 MAX_PART_BYTES = 256 << 20
@@ -107,6 +107,21 @@ class DatasetWriter:
             for key in revisions.keys() & self._committed.keys():
                 self._superseded.setdefault(self._committed[key][1], set()).add(key)
             self._moved.difference_update(revisions)
+            self._note([number])
+        return number
+
+    def take(self, folder: Path) -> int:
+        """Commit the part whose files `write_part` left in `folder`, on the file system of the dataset; its number.
+
+        Raises ValueError if one of its (rollout, attempt) is committed already.
+        """
+        with self._changing("write to"):
+            keys = row_keys(read_file(folder / _file_name(ROLLOUTS)))
+            again = next((key for key in keys if key in self._committed), None)
+            if again is not None or len(set(keys)) < len(keys):
+                raise ValueError(f"the rows of {again or 'one rollout'} come twice")
+            number = self._next
+            self._place(number, {table.name: folder / _file_name(table) for table in TABLES})
             self._note([number])
         return number
 
@@ -241,18 +256,18 @@ class DatasetWriter:
     def _commit(self, tables: Mapping[str, pa.Table], strays: int, replaces: Sequence[int]) -> int:
         """Write a part to every table and rename it into place, `rollouts` last."""
         number = self._next
-        metadata = {
-            ROLLOUTS.name: {REPLACES_KEY: json.dumps(list(replaces)).encode()},
-            QUARANTINE.name: {STRAY_KEY: str(strays).encode()},
-        }
-        for table in TABLES:
-            write_file(temporary_path(self._root, table, number), tables[table.name], metadata.get(table.name, {}))
+        files = {table.name: temporary_path(self._root, table, number) for table in TABLES}
+        _write_files(files, tables, strays, replaces)
+        self._place(number, files)
+        return number
+
+    def _place(self, number: int, files: Mapping[str, Path]) -> None:
+        """Rename the files of a part, by table name, to what they are called in the dataset."""
         for table in reversed(TABLES):
-            os.replace(temporary_path(self._root, table, number), part_path(self._root, table, number))
+            os.replace(files[table.name], part_path(self._root, table, number))
             sync_folder(self._root / table.name)
         self._parts[number] = self._size(number)
         self._next = number + 1
-        return number
 
     def _retire(self, numbers: Sequence[int]) -> None:
         """Move parts out of every glob's way; durable before a later part can replace the one that names them."""
@@ -288,6 +303,30 @@ class DatasetWriter:
             merged[table.name] = pa.concat_tables([own, stray])
             strays = stray.num_rows
         return merged, strays
+
+
+def write_part(folder: Path, tables: Mapping[str, pa.Table], strays: int) -> None:
+    """Write the files of a part, `folder`/TABLE.parquet, durably, for `DatasetWriter.take` to commit them.
+
+    For other processes than the one that has the dataset open. `strays` rows of `quarantine`, its last, stand under no
+    rollout. Raises OSError.
+    """
+    _write_files({table.name: folder / _file_name(table) for table in TABLES}, tables, strays)
+
+
+def _file_name(table: TableSpec) -> str:
+    return f"{table.name}.parquet"
+
+
+def _write_files(
+    files: Mapping[str, Path], tables: Mapping[str, pa.Table], strays: int, replaces: Sequence[int] = ()
+) -> None:
+    metadata = {
+        ROLLOUTS.name: {REPLACES_KEY: json.dumps(list(replaces)).encode()},
+        QUARANTINE.name: {STRAY_KEY: str(strays).encode()},
+    }
+    for name, path in files.items():
+        write_file(path, tables[name], metadata.get(name, {}))
 
 
 def _revisions(rollouts: pa.Table) -> dict[Key, int]:

@@ -8,7 +8,7 @@ import pytest
 from dataset_rows import Rows, newest_rows, rollouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_spans import Span, make_call, make_request, make_rollout, make_span
+from made_spans import Span, make_call, make_request, make_rollout, make_span, trace_id
 
 from spanmill.cli import main
 from spanmill.collector import build as module
@@ -89,24 +89,52 @@ def test_order_duplicates_and_cutting_change_nothing(
 
 @settings(max_examples=8, deadline=None)
 @given(st.permutations(SPANS), st.lists(st.integers(0, 4), max_size=6), st.sampled_from([300, 1000, 3000]))
-def test_buckets_change_no_row(
+def test_partitions_change_no_row(
     tmp_path_factory: pytest.TempPathFactory,
     expected: list[list[Any]],
     spans: list[Span],
     sizes: list[int],
-    bucket_bytes: int,
+    partition_bytes: int,
 ) -> None:
-    """An input that does not fit into one bucket gives the same rows, bucket by bucket."""
+    """An input that does not fit into one partition gives the same rows."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "BUCKET_BYTES", bucket_bytes)
-        dataset = built(tmp_path_factory.mktemp("buckets"), cut(spans, sizes))
+        patched.setattr(module, "PARTITION_BYTES", partition_bytes)
+        dataset = built(tmp_path_factory.mktemp("partitions"), cut(spans, sizes))
     assert 1 < len(list((dataset / "rollouts").glob("*.parquet")))
     assert [sorted(table, key=repr) for table in expected] == [sorted(t, key=repr) for t in rows_in_order(dataset)]
     assert [] == list(dataset.glob(".build-*"))
 
 
+def test_the_number_of_processes_changes_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process or three, every file of the dataset is the same, and holds the rows in their order."""
+    monkeypatch.setattr(module, "PARTITION_BYTES", 1000)
+    source = write_requests(tmp_path / "in.binpb", [make_request(*SPANS[3:]), make_request(*SPANS[:3])])
+    datasets: list[dict[str, bytes]] = []
+    for workers in (1, 3):
+        out = tmp_path / str(workers)
+        build([source], BuildConfig(out=out, workers=workers))
+        datasets.append({str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*.parquet"))})
+    assert datasets[0] == datasets[1]
+    assert 2 < len([name for name in datasets[0] if name.startswith("rollouts/")])
+    assert ["a", "a", "b", trace_id("t")] == read_rollouts(tmp_path / "3").collect()["rollout_id"].to_list()
+
+
+def test_the_order_of_rows_does_not_depend_on_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts of one component stand together, however the components are cut into partitions and encoded."""
+    apart = make_call("x", "c", attributes={"spanmill.rollout.id": "c"})
+    joined = make_call("y", "d", attributes={"spanmill.rollout.id": "b"})
+    spans = [*make_rollout("x"), apart, joined, *make_rollout("z")]
+    orders: list[list[str]] = []
+    for partition_bytes in (1 << 20, 300):
+        monkeypatch.setattr(module, "PARTITION_BYTES", partition_bytes)
+        dataset = built(tmp_path, [make_request(span) for span in spans], str(partition_bytes))
+        orders.append(read_rollouts(dataset).collect()["rollout_id"].to_list())
+    assert orders[0] == orders[1]
+    assert ["b", "c", "x", "z"] == orders[0]
+
+
 def test_rows_stand_by_rollout_and_attempt(tmp_path: Path) -> None:
-    """One bucket has its rows in the order of (rollout_id, attempt), in every table."""
+    """Rows stand in the order of (rollout_id, attempt), in every table."""
     dataset = built(tmp_path, [make_request(*make_rollout(name)) for name in ("c", "a", "b")])
     assert ["a", "b", "c"] == read_rollouts(dataset).collect()["rollout_id"].to_list()
     assert ["a", "a", "b", "b", "c", "c"] == read_triplets(dataset).collect()["rollout_id"].to_list()
@@ -130,12 +158,12 @@ def test_inputs_are_joined(tmp_path: Path) -> None:
     assert newest_rows(built(tmp_path, [make_request(*spans)], "whole")) == newest_rows(out)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1 << 20, 300])
+@pytest.mark.parametrize("partition_bytes", [1 << 20, 300])
 def test_rewards_come_from_journals_and_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition_bytes: int
 ) -> None:
     """The table's word counts last; what no rollout takes is quarantined, once, and makes no rollout."""
-    monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(module, "PARTITION_BYTES", partition_bytes)
     with JournalWriter(tmp_path / "journal") as journal:
         posted = [Reward("a", 0.25), Reward("b", 0.5), Reward("nobody", 1.0), Reward("a", 1.0, attempt=7)]
         journal.append(Kind.REWARDS, rewards.encode(posted), 5)
@@ -211,7 +239,7 @@ def test_long_work_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a terminal a plain line now and then tells what is being done."""
-    monkeypatch.setattr(module, "BUCKET_BYTES", 300)
+    monkeypatch.setattr(module, "PARTITION_BYTES", 300)
     monkeypatch.setattr(module, "LINE_S", 0.0)
     built(tmp_path, [make_request(*make_rollout(name)) for name in ("a", "b")])
     lines = capsys.readouterr().err.splitlines()
