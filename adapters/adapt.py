@@ -20,6 +20,7 @@ from spanmill.adapters.order import number_turns
 from spanmill.adapters.outline import outline
 from spanmill.adapters.rewards import Seen, given, judge, rewards_in
 from spanmill.adapters.spans import Tree
+from spanmill.adapters.task import task_of
 from spanmill.adapters.values import dump_json, text
 from spanmill.triplets.records import Json, PolicyRun, Quarantined, Reward, Rollout, Span, Triplet, received_at
 from spanmill.triplets.span_json import span_json
@@ -161,7 +162,9 @@ def _rollout(key: Key, parts: _Parts, tree: Tree, options: Options) -> Rollout:
         reward=judged.final,
         rewards=tuple(judged.seen),
         num_calls=len(parts.calls),
-        metadata=dump_json(_metadata(parts.identities, labels) | outline(parts.spans, parts.calls)),
+        metadata=dump_json(
+            _metadata(parts.identities, labels) | task_of(parts.spans) | outline(parts.spans, parts.calls)
+        ),
         triplets=[rows[id(c)] for c in ordered],
         episodes=make_episodes(ordered, rows, drifts, options),
         quarantined=_quarantined(key, parts, judged.misses),

@@ -1,13 +1,16 @@
 """`spanmill.reward`: a span of no length that says what something was worth."""
 
 import time
-from typing import SupportsFloat
+from typing import Final, SupportsFloat
 
 from opentelemetry.context import Context
 
 from spanmill.instrument import identity, provider
 from spanmill.instrument.reports import guarded, report
 from spanmill.semconv import REWARD, REWARD_CALL_ID, REWARD_NAME, REWARD_VALUE, ROLLOUT_ATTEMPT, ROLLOUT_ID
+
+COUNTED: Final = ("", "reward", "final")
+"""Names of rewards that count; any other is a metric."""
 
 
 def reward(

@@ -21,7 +21,7 @@ from uuid import uuid4
 from opentelemetry.context import Context
 
 from spanmill.errors import ConfigError, InputError
-from spanmill.instrument import contexts, provider
+from spanmill.instrument import carriers, contexts, provider
 from spanmill.instrument.exporters import ENDPOINT, PROTOCOL, TRACES_ENDPOINT, TRACES_PATH, protocol_of, with_scheme
 from spanmill.instrument.identity import FIELDS, RUN, Identity
 from spanmill.instrument.outbox import UNDELIVERED
@@ -57,6 +57,7 @@ def run(
     task_id: str | None = None,
     mode: str | None = None,
     endpoint: str | None = None,
+    base_url: str | None = None,
     reward_from_exit: bool = False,
     reward_file: str | None = None,
 ) -> int:
@@ -71,15 +72,13 @@ def run(
     """
     environ = dict(os.environ)
     given = {"rollout_id": rollout_id, "attempt": attempt, "group_id": group_id, "task_id": task_id, "mode": mode}
-    own = _identity(given, environ)
-    endpoint = endpoint or environ.get(SPANMILL_ENDPOINT)
-    keep_quiet(UNDELIVERED)
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # stderr is the command's; what is lost is said at the end
-    if endpoint:
-        provider.configure(endpoint=endpoint)
+    own = named(given, environ)
+    if base_url is not None:
+        carriers.check_url(base_url)
+    endpoint = send_to(endpoint)
     before: tuple[int, int] | None = None
     with Rollout(own, {}) as rollout:
-        env = child_environment(own, environ, rollout.context, endpoint=endpoint)
+        env = child_environment(own, environ, rollout.context, endpoint=endpoint, base_url=base_url)
         if reward_file is not None:
             env[REWARD_FILE] = os.path.abspath(reward_file)
             before = state_of(reward_file)
@@ -87,18 +86,37 @@ def run(
         if reward_from_exit and not interrupted:
             rollout.reward(code == 0, name="final")
         if reward_file is not None:
-            _reward(rollout, reward_file, before)
+            if state_of(reward_file) == before:
+                _say(rollout, f"{reward_file}: the command wrote no reward there")
+            else:
+                give_rewards(rollout, reward_file)
         rollout.status = "succeeded" if code == 0 else "cancelled" if interrupted else "failed"
-    _say_what_is_lost(own, provider.close())
+    say_what_is_lost(f"rollout {own.rollout_id}: its start or end", delivered=provider.close())
     return code
 
 
+def send_to(endpoint: str | None) -> str | None:
+    """Send our own spans to `endpoint`, or `SPANMILL_ENDPOINT`, or where `OTEL_*` says; the first two are returned."""
+    endpoint = endpoint or os.environ.get(SPANMILL_ENDPOINT)
+    keep_quiet(UNDELIVERED)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # stderr is the command's; what is lost is said at the end
+    if endpoint:
+        provider.configure(endpoint=endpoint)
+    return endpoint
+
+
 def child_environment(
-    own: Identity, environ: Mapping[str, str], context: Context, *, endpoint: str | None = None
+    own: Identity,
+    environ: Mapping[str, str],
+    context: Context,
+    *,
+    endpoint: str | None = None,
+    base_url: str | None = None,
 ) -> dict[str, str]:
     """The environment of a child process that is the rollout `own`, from that of its parent.
 
-    `context` is what the child's spans are to stand under; `endpoint` where they go, if not where `environ` says.
+    `context` is what the child's spans are to stand under; `endpoint` where they go, if not where `environ` says;
+    `base_url` that of a model server with our plugin, or of a gateway, which the child's clients are pointed at.
     """
     env = contexts.child_environment(own, environ, context)
     env["OTEL_TRACES_SAMPLER"] = "always_on"
@@ -113,10 +131,16 @@ def child_environment(
         env.pop(TRACES_ENDPOINT, None)
         env[ENDPOINT] = with_scheme(endpoint).removesuffix(TRACES_PATH)
         env.setdefault(PROTOCOL, protocol_of(endpoint))
+    if base_url:
+        server = carriers.with_path(base_url.rstrip("/").removesuffix(carriers.VERSION), own)
+        env |= {"OPENAI_BASE_URL": server + carriers.VERSION, "ANTHROPIC_BASE_URL": server}
+        for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):  # without one their clients do not start
+            if env.get(name, carriers.KEY).startswith(carriers.KEY):
+                env[name] = carriers.api_key(own)
     return env
 
 
-def _identity(given: Mapping[str, Any], environ: Mapping[str, str]) -> Identity:
+def named(given: Mapping[str, Any], environ: Mapping[str, str]) -> Identity:
     """What was given, else what the environment says, else a new rollout."""
     ids = {field.env for field in FIELDS}
     inherited = environ.get(RUN) is not None and environ.get(RUN) == environ.get("SPANMILL_ROLLOUT_ID")
@@ -139,15 +163,17 @@ def _identity(given: Mapping[str, Any], environ: Mapping[str, str]) -> Identity:
         raise ConfigError(str(error)) from None
 
 
-def _reward(rollout: Rollout, file: str, before: tuple[int, int] | None) -> None:
-    """Give the rollout the rewards that its command wrote; one line says so if it wrote none."""
+def give_rewards(rollout: Rollout, file: str) -> None:
+    """Give the rollout the rewards that its command wrote; one line says so if they cannot be read."""
     try:
-        if state_of(file) == before:
-            raise InputError(f"{file}: the command wrote no reward there")
         for reward in read(file):
             rollout.reward(reward.value, name=reward.name, call_id=reward.call_id)
     except InputError as error:
-        print(f"spanmill run: rollout {rollout.id}: {error}", file=sys.stderr)
+        _say(rollout, str(error))
+
+
+def _say(rollout: Rollout, what: str) -> None:
+    print(f"spanmill run: rollout {rollout.id}: {what}", file=sys.stderr)
 
 
 def _run_child(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, bool]:
@@ -224,11 +250,11 @@ def _in_foreground() -> bool:
         os.close(terminal)
 
 
-def _say_what_is_lost(own: Identity, delivered: bool) -> None:
+def say_what_is_lost(what: str, *, delivered: bool) -> None:
+    """One line if the collector did not take all that this process had to report."""
     lost = provider.counters()
     if not delivered or lost.failed or lost.dropped:
         print(
-            f"spanmill run: rollout {own.rollout_id}: its start or end could not be reported, no collector answers at "
-            f"{provider.destination()}",
+            f"spanmill run: {what} could not be reported, no collector answers at {provider.destination()}",
             file=sys.stderr,
         )

@@ -9,7 +9,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -128,20 +128,58 @@ def build(
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(metavar="CMD", help="the command, with its own options")],
-    rollout_id: Annotated[str | None, typer.Option(metavar="ID", help="of the rollout (default: a new one)")] = None,
+    rollout_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="of the rollout, or of a whole run of tasks (default: a new one)")
+    ] = None,
     attempt: Annotated[int | None, typer.Option(metavar="N", help="number of the run (default: 0)")] = None,
     group_id: Annotated[str | None, typer.Option(metavar="ID", help="rollouts that are compared")] = None,
     task_id: Annotated[str | None, typer.Option(metavar="ID", help="the dataset row it works on")] = None,
     mode: Annotated[str | None, typer.Option(metavar="M", help="train, val or test")] = None,
     endpoint: Annotated[str | None, typer.Option(metavar="URL", help="OTLP receiver of its spans")] = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="model server with the plugin, or gateway, that clients are pointed at"),
+    ] = None,
     reward_from_exit: Annotated[
         bool, typer.Option("--reward-from-exit", help="reward 1 if the command succeeds, else 0")
     ] = False,
     reward_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="where the command writes its rewards")
     ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="FILE.jsonl", help="run CMD for each of these, {input} filled in")
+    ] = None,
+    repeat: Annotated[
+        int | None, typer.Option(metavar="N", help="rollouts for each task: the size of its group (default: 1)")
+    ] = None,
+    parallel: Annotated[
+        int | None, typer.Option(metavar="N", help="rollouts at once (default: the number of cores)")
+    ] = None,
+    retries: Annotated[
+        int | None, typer.Option(metavar="N", help="more attempts at a rollout that fails (default: 0)")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="end an attempt that takes longer (default: never)")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="FILE", help="keep what is done there, and leave alone what was done")
+    ] = None,
 ) -> None:
-    """Run a command as one rollout; its exit code decides the status and is passed on."""
+    """Run a command as one rollout, or as many; its exit code decides the status.
+
+    The code of one is passed on; of many it is 0 if all succeeded, else 1.
+    """
+    many: dict[str, Any] = {"repeat": repeat, "parallel": parallel, "retries": retries, "timeout_s": timeout}
+    if tasks is not None:
+        from spanmill.instrument.runner import Options, run_tasks
+
+        alone = {"attempt": attempt, "group-id": group_id, "task-id": task_id, "reward-file": reward_file}
+        _refuse(alone, "is of one rollout, not of --tasks, which have their own")
+        options = Options(**{name: value for name, value in many.items() if value is not None})._replace(
+            endpoint=endpoint, base_url=base_url, reward_from_exit=reward_from_exit
+        )
+        raise typer.Exit(run_tasks(command, tasks, options, run_id=rollout_id, mode=mode, resume=resume))
+    _refuse({**many, "resume": resume}, "needs --tasks FILE")
     from spanmill.instrument.run import run
 
     code = run(
@@ -152,10 +190,17 @@ def run(
         task_id=task_id,
         mode=mode,
         endpoint=endpoint,
+        base_url=base_url,
         reward_from_exit=reward_from_exit,
         reward_file=reward_file,
     )
     raise typer.Exit(code)
+
+
+def _refuse(options: Mapping[str, object], why: str) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(f"--{name.removesuffix('_s')} {why}")
 
 
 @app.command()

@@ -18,6 +18,11 @@ TASK_ID: Final = "spanmill.task.id"
 MODE: Final = "spanmill.mode"
 RESOURCES_ID: Final = "spanmill.resources.id"
 
+# Of the task that a rollout works on: on the span that announces it.
+TASK_INPUT: Final = "spanmill.task.input"
+TASK_CLAIMS: Final = "spanmill.task.claims"
+TASK_CLAIMED_AT: Final = "spanmill.task.claimed_at"
+
 STATUSES: Final = ("succeeded", "failed", "cancelled", "unknown")
 CARRIERS: Final = ("header", "baggage", "path", "api_key")
 """What a hook or gateway may have read the rollout id from, strongest first."""
