@@ -56,9 +56,12 @@ def _leaves(field: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, field.type
 
 
-def read_file(path: Path) -> pa.Table:
-    """A whole file, with no guesses about what `=` in its path might mean; footer metadata is left out."""
-    return pq.ParquetFile(path).read().replace_schema_metadata()
+def read_file(path: Path, columns: list[str] | None = None) -> pa.Table:
+    """A whole file, or some of its columns, with no guesses about what `=` in its path might mean.
+
+    Footer metadata is left out.
+    """
+    return pq.ParquetFile(path).read(columns).replace_schema_metadata()
 
 
 def sync_folder(path: Path) -> None:

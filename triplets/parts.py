@@ -11,11 +11,14 @@ A part holds at most one row of `rollouts` per (rollout, attempt).
 
 import json
 import re
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from zlib import compress, decompress
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,6 +29,8 @@ from spanmill.triplets.schema import QUARANTINE, ROLLOUTS, SCHEMA_VERSION, Table
 VERSION_KEY: Final = b"spanmill.schema_version"
 REPLACES_KEY: Final = b"spanmill.replaces"
 """On the file in `rollouts`: JSON list of the parts whose newest rows this part holds."""
+ORIGINS_KEY: Final = b"spanmill.origins"
+"""On the file in `rollouts` of a part that replaces others: for each row the part in which it was first committed."""
 STRAY_KEY: Final = b"spanmill.stray_rows"
 """On the file in `quarantine`: how many rows at its end stand under no rollout of the part."""
 MOVED: Final = "moved"
@@ -72,13 +77,19 @@ def part_numbers(root: Path, table: TableSpec) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def read_footers(root: Path) -> list[Footer]:
-    """The committed parts, ascending, those that were replaced included.
+def read_footers(root: Path, after: int = 0) -> list[Footer]:
+    """The committed parts, or those with a number higher than `after`, ascending, those that were replaced included.
+
+    A listing may miss both a part that is moved away meanwhile and the later one that replaces it: then that one is in
+    the next listing.
 
     Raises SchemaVersionError if one was written by a newer spanmill, DatasetError if one is no part of a dataset,
     FileNotFoundError if one was replaced meanwhile.
     """
-    return [_read_footer(part_path(root, ROLLOUTS, number), number) for number in part_numbers(root, ROLLOUTS)]
+    listed = part_numbers(root, ROLLOUTS)
+    while (again := part_numbers(root, ROLLOUTS))[-1:] != listed[-1:]:
+        listed = again
+    return [_read_footer(part_path(root, ROLLOUTS, number), number) for number in listed if number > after]
 
 
 def file_metadata(path: Path) -> pq.FileMetaData:
@@ -114,6 +125,20 @@ def active_parts(footers: Sequence[Footer]) -> list[int]:
 def stray_rows(root: Path, number: int) -> int:
     """How many rows at the end of a part's file in `quarantine` stand under no rollout of the part."""
     return int(_key_values(part_path(root, QUARANTINE, number)).get(STRAY_KEY, b"0"))
+
+
+def origins_of(root: Path, number: int) -> list[int]:
+    """For each row of a part's file in `rollouts`, the part in which it was first committed."""
+    path = part_path(root, ROLLOUTS, number)
+    packed = _key_values(path).get(ORIGINS_KEY)
+    if packed is None:
+        return [number] * file_metadata(path).num_rows
+    return np.frombuffer(decompress(b64decode(packed)), "<u4").tolist()
+
+
+def packed_origins(origins: Sequence[int]) -> bytes:
+    """What stands under ORIGINS_KEY: little-endian uint32, compressed, as text."""
+    return b64encode(compress(np.array(origins, "<u4").tobytes()))
 
 
 def scan(paths: Sequence[Path], path_column: str | None = None) -> pl.LazyFrame:

@@ -19,11 +19,15 @@ import pyarrow as pa
 from spanmill.errors import DatasetError
 from spanmill.triplets.parquet import read_file, sync_folder, write_file
 from spanmill.triplets.parts import (
+    KEY,
+    ORIGINS_KEY,
     REPLACES_KEY,
     STRAY_KEY,
     active_parts,
     file_metadata,
     old_path,
+    origins_of,
+    packed_origins,
     part_numbers,
     part_path,
     read_footers,
@@ -116,7 +120,7 @@ class DatasetWriter:
         Raises ValueError if one of its (rollout, attempt) is committed already.
         """
         with self._changing("write to"):
-            keys = row_keys(read_file(folder / _file_name(ROLLOUTS)))
+            keys = row_keys(read_file(folder / _file_name(ROLLOUTS), list(KEY)))
             again = next((key for key in keys if key in self._committed), None)
             if again is not None or len(set(keys)) < len(keys):
                 raise ValueError(f"the rows of {again or 'one rollout'} come twice")
@@ -139,7 +143,7 @@ class DatasetWriter:
             gone = {key for key in self._moved if self._committed[key][1] in chosen}
             dropped = [self._superseded.get(number, set[Key]()) | gone for number in chosen]
             tables, strays = self._merged(chosen, dropped)
-            number = self._commit(tables, strays, chosen)
+            number = self._commit(tables, strays, chosen, self._origins(chosen, tables["rollouts"]))
             self._retire(chosen)
             for key in row_keys(tables["rollouts"]):
                 self._committed[key] = (self._committed[key][0], number)
@@ -253,11 +257,21 @@ class DatasetWriter:
         files = [file_metadata(part_path(self._root, table, number)) for table in TABLES]
         return sum(file.row_group(group).total_byte_size for file in files for group in range(file.num_row_groups))
 
-    def _commit(self, tables: Mapping[str, pa.Table], strays: int, replaces: Sequence[int]) -> int:
+    def _origins(self, chosen: Sequence[int], rollouts: pa.Table) -> bytes:
+        """Where the rows of a part that is to replace the chosen ones were first committed."""
+        origins: dict[tuple[Key, int], int] = {}
+        for number in chosen:
+            rows = read_file(part_path(self._root, ROLLOUTS, number), [*KEY, "revision"])
+            origins |= zip(_versions(rows), origins_of(self._root, number), strict=True)
+        return packed_origins([origins[version] for version in _versions(rollouts)])
+
+    def _commit(
+        self, tables: Mapping[str, pa.Table], strays: int, replaces: Sequence[int], origins: bytes | None = None
+    ) -> int:
         """Write a part to every table and rename it into place, `rollouts` last."""
         number = self._next
         files = {table.name: temporary_path(self._root, table, number) for table in TABLES}
-        _write_files(files, tables, strays, replaces)
+        _write_files(files, tables, strays, replaces, origins)
         self._place(number, files)
         return number
 
@@ -305,6 +319,10 @@ class DatasetWriter:
         return merged, strays
 
 
+def _versions(rollouts: pa.Table) -> list[tuple[Key, int]]:
+    return list(zip(row_keys(rollouts), rollouts.column("revision").to_pylist(), strict=True))
+
+
 def write_part(folder: Path, tables: Mapping[str, pa.Table], strays: int) -> None:
     """Write the files of a part, `folder`/TABLE.parquet, durably, for `DatasetWriter.take` to commit them.
 
@@ -319,10 +337,15 @@ def _file_name(table: TableSpec) -> str:
 
 
 def _write_files(
-    files: Mapping[str, Path], tables: Mapping[str, pa.Table], strays: int, replaces: Sequence[int] = ()
+    files: Mapping[str, Path],
+    tables: Mapping[str, pa.Table],
+    strays: int,
+    replaces: Sequence[int] = (),
+    origins: bytes | None = None,
 ) -> None:
     metadata = {
-        ROLLOUTS.name: {REPLACES_KEY: json.dumps(list(replaces)).encode()},
+        ROLLOUTS.name: {REPLACES_KEY: json.dumps(list(replaces)).encode()}
+        | ({} if origins is None else {ORIGINS_KEY: origins}),
         QUARANTINE.name: {STRAY_KEY: str(strays).encode()},
     }
     for name, path in files.items():
@@ -330,4 +353,4 @@ def _write_files(
 
 
 def _revisions(rollouts: pa.Table) -> dict[Key, int]:
-    return dict(zip(row_keys(rollouts), rollouts.column("revision").to_pylist(), strict=True))
+    return dict(_versions(rollouts))

@@ -3,6 +3,7 @@
 In an agent, whose install need not have the collector:
 
     rollout, call, reward                          emit: what belongs together, what was sampled, what it was worth
+    on_rollout_start, on_rollout_end               hooks: what else is to be done for every rollout
     configure, flush, counters, tracer_provider    where spans go, that they have gone, how many were lost, for others
 
 With `spanmill[collector]`:
@@ -10,6 +11,7 @@ With `spanmill[collector]`:
     adapt                                          spans in memory to Rollouts with their Triplets and Episodes
     Rollout, Triplet, Episode, Reward, Rollouts    what that takes and gives; Rollout.from_result for agent functions
     read_rollouts, read_triplets, read_episodes    a dataset's tables as polars LazyFrames, newest revision only
+    follow                                         a dataset's rollouts as they are written, each once
 
 Names are imported when they are first asked for: an instrumented process that imports `spanmill` loads neither polars
 nor grpc.
@@ -19,8 +21,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spanmill.instrument import call, configure, counters, flush, reward, rollout, tracer_provider
+    from spanmill.instrument import (
+        call,
+        configure,
+        counters,
+        flush,
+        on_rollout_end,
+        on_rollout_start,
+        reward,
+        rollout,
+        tracer_provider,
+    )
     from spanmill.memory import Rollouts, adapt
+    from spanmill.triplets.follow import follow
     from spanmill.triplets.reader import read_episodes, read_rollouts, read_triplets
     from spanmill.triplets.records import Episode, Reward, Rollout, Triplet
 
@@ -38,6 +51,9 @@ __all__ = [
     "configure",
     "counters",
     "flush",
+    "follow",
+    "on_rollout_end",
+    "on_rollout_start",
     "read_episodes",
     "read_rollouts",
     "read_triplets",
@@ -47,8 +63,19 @@ __all__ = [
 ]
 
 _NAMES = {
-    "spanmill.instrument": ("call", "configure", "counters", "flush", "reward", "rollout", "tracer_provider"),
+    "spanmill.instrument": (
+        "call",
+        "configure",
+        "counters",
+        "flush",
+        "on_rollout_end",
+        "on_rollout_start",
+        "reward",
+        "rollout",
+        "tracer_provider",
+    ),
     "spanmill.memory": ("Rollouts", "adapt"),
+    "spanmill.triplets.follow": ("follow",),
     "spanmill.triplets.reader": ("read_episodes", "read_rollouts", "read_triplets"),
     "spanmill.triplets.records": ("Episode", "Reward", "Rollout", "Triplet"),
 }
