@@ -1,13 +1,16 @@
 """Reading a dataset: the newest rows of each table as a polars LazyFrame."""
 
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
 import polars as pl
 
 from spanmill.errors import DatasetError
 from spanmill.triplets.parts import (
     KEY,
+    MOVED,
     active_parts,
     file_metadata,
     part_path,
@@ -17,6 +20,8 @@ from spanmill.triplets.parts import (
     stray_rows,
 )
 from spanmill.triplets.schema import EPISODES, QUARANTINE, ROLLOUTS, TABLES, TRIPLETS, TableSpec, polars_schema
+
+_T = TypeVar("_T")
 
 
 def read_rollouts(path: str | Path) -> pl.LazyFrame:
@@ -46,15 +51,53 @@ def read_quarantine(path: str | Path) -> pl.LazyFrame:
     return _read(Path(path), QUARANTINE)
 
 
-def _read(root: Path, table: TableSpec, tries: int = 5) -> pl.LazyFrame:
+def read_rollout(path: str | Path, rollout_id: str, attempt: int) -> dict[str, pl.DataFrame]:
+    """The newest rows of one rollout attempt by table name, in the order of writing; all empty if it is not there.
+
+    Reads only the pages that hold them: the way to look at one rollout of a large dataset. Raises as `read_rollouts`.
+    """
+    return _tried(Path(path), lambda root: _one_rollout(root, rollout_id, attempt))
+
+
+def _read(root: Path, table: TableSpec) -> pl.LazyFrame:
+    return _tried(root, lambda root: _newest_rows(root, table))
+
+
+def _tried(root: Path, read: Callable[[Path], _T], tries: int = 5) -> _T:
+    """What `read` finds; again, where a part was replaced between listing and reading it."""
     if not all((root / table.name).is_dir() for table in TABLES):
         raise DatasetError(f"{root} is no dataset: expected a folder with {', '.join(t.name for t in TABLES)} in it")
     try:
-        return _newest_rows(root, table)
+        return read(root)
     except FileNotFoundError as error:
         if tries == 1:
             raise DatasetError(f"{root} lacks a file, or is rewritten all the time ({error}); try again") from error
-        return _read(root, table, tries - 1)
+        return _tried(root, read, tries - 1)
+
+
+def _one_rollout(root: Path, rollout_id: str, attempt: int) -> dict[str, pl.DataFrame]:
+    own = (pl.col("rollout_id") == rollout_id) & (pl.col("attempt") == attempt)
+    found: dict[str, pl.DataFrame] = {table.name: pl.DataFrame(schema=polars_schema(table)) for table in TABLES}
+    parts = active_parts(read_footers(root))
+    paths = [part_path(root, ROLLOUTS, number) for number in parts]
+    if not paths:
+        return found
+    revisions = scan(paths, "path").filter(own).select("revision", "path", "num_calls", "flags").collect()
+    if revisions.is_empty():
+        return found
+    newest = revisions.with_row_index().sort("revision", "index").row(-1, named=True)
+    if newest["num_calls"] == 0 and MOVED in newest["flags"]:
+        return found
+    number = parts[paths.index(Path(newest["path"]))]
+    for table in (ROLLOUTS, TRIPLETS, EPISODES):
+        rows = scan([part_path(root, table, number)])
+        at = rows.select(own.arg_true()).collect().to_series()
+        if len(at):
+            first, last = at[0], at[-1]
+            found[table.name] = rows.slice(first, last - first + 1).collect().filter(own)
+    # What came too late for its rollout stands in a part of its own.
+    found[QUARANTINE.name] = _newest_rows(root, QUARANTINE).filter(own).collect()
+    return found
 
 
 def _newest_rows(root: Path, table: TableSpec) -> pl.LazyFrame:

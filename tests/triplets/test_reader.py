@@ -9,7 +9,7 @@ import pytest
 
 from spanmill.errors import DatasetError, SchemaVersionError
 from spanmill.triplets.parts import REPLACES_KEY, VERSION_KEY
-from spanmill.triplets.reader import read_episodes, read_quarantine, read_rollouts, read_triplets
+from spanmill.triplets.reader import read_episodes, read_quarantine, read_rollout, read_rollouts, read_triplets
 from spanmill.triplets.records import Quarantined, Rollout
 from spanmill.triplets.schema import EPISODES, QUARANTINE, ROLLOUTS, TABLES, TRIPLETS, TableSpec, polars_schema
 from spanmill.triplets.writer import DatasetWriter
@@ -82,6 +82,21 @@ def test_strays_are_read_even_if_they_name_a_superseded_rollout(
         writer.write([make_rollout("a")], [make_quarantined("named", "a", 0), make_quarantined("unnamed")])
         writer.write([make_rollout("a", revision=1)])
     assert read_quarantine(tmp_path).collect()["detail"].to_list() == ["named", "unnamed", "revision 1"]
+
+
+def test_one_rollout_is_read_as_all_are(
+    tmp_path: Path, make_rollout: MakeRollout, make_quarantined: Callable[..., Quarantined]
+):
+    """The rows of one attempt are those that a filter on every table gives, whatever else its parts hold."""
+    with DatasetWriter(tmp_path) as writer:
+        writer.write([make_rollout("a"), make_rollout("b"), make_rollout("b", attempt=1)])
+        writer.write([make_rollout("c", moved=True), make_rollout("b", revision=1), make_rollout("d")])
+        writer.write([], [make_quarantined("late", "b", 0)])
+    own = (pl.col("rollout_id") == pl.lit("b")) & (pl.col("attempt") == 0)
+    expected = {table.name: read(tmp_path).filter(own).collect().to_dicts() for read, table in READERS}
+    assert expected == {name: rows.to_dicts() for name, rows in read_rollout(tmp_path, "b", 0).items()}
+    for absent in (("c", 0), ("b", 2), ("x", 0)):
+        assert [0] * 4 == [rows.height for rows in read_rollout(tmp_path, *absent).values()]
 
 
 def test_replaced_parts_are_not_read(tmp_path: Path, make_rollout: MakeRollout):
