@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from spanmill.doctor import endpoint as endpoints
 from spanmill.doctor import environment, installed, vllm
 from spanmill.doctor.finding import Finding
 
@@ -46,6 +45,9 @@ def examine(
     for python in pythons:
         yield f"python {python}", installed.examine_other(python)
     yield "environment", environment.examine(environ)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what its handshakes meet is said in our words
+    from spanmill.doctor import endpoint as endpoints
+
     yield "endpoint", endpoints.examine(endpoint, environ)
     for url in vllm_urls:
         yield f"vllm {url}", vllm.examine(url, environ)
