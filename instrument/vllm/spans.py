@@ -167,27 +167,27 @@ def _sampled(generation: Generation, choice: Choice, response_id: str) -> Attrib
 
 def sampled_logprobs(choice: Choice, count: int) -> list[float] | None:
     """(R,) the logprob of each sampled token, found by its id; None if one of them is not there."""
-    found: list[float] = []
+    found: list[float | None] = []
     for ids, logprobs in zip(choice.token_ids, choice.logprobs, strict=True):
-        if logprobs is None or len(logprobs) < len(ids):
+        if logprobs is None:
             return None
-        if hasattr(logprobs, "start_indices"):
-            picked = _from_flat(ids, logprobs)
-        else:
-            picked = [
-                None if (at := entry.get(i)) is None else at.logprob for i, entry in zip(ids, logprobs, strict=False)
-            ]
-        if None in picked:
-            return None
-        found += cast("list[float]", picked)
-    return found if len(found) == count else None
+        ends = getattr(logprobs, "end_indices", None)
+        found += _from_dicts(ids, logprobs) if ends is None else _from_flat(ids, logprobs, ends)
+    return cast("list[float]", found) if len(found) == count and None not in found else None
 
 
-def _from_flat(ids: Any, flat: Any) -> list[float | None]:
+def _from_dicts(ids: Any, logprobs: Any) -> list[float | None]:
+    """From a dict for each position, by token id."""
+    return [None if (at := entry.get(i)) is None else at.logprob for i, entry in zip(ids, logprobs, strict=False)]
+
+
+def _from_flat(ids: Any, flat: Any, ends: list[int]) -> list[float | None]:
     """From vLLM's flat form: at position p, `token_ids[start[p]:end[p]]` have `logprobs[start[p]:end[p]]`."""
     tokens, values = flat.token_ids, flat.logprobs
+    if tokens == list(ids) and ends == list(range(1, len(tokens) + 1)):  # nobody asked for more than the sampled ones
+        return values
     picked: list[float | None] = []
-    for wanted, start, end in zip(ids, flat.start_indices, flat.end_indices, strict=False):
+    for wanted, start, end in zip(ids, flat.start_indices, ends, strict=False):
         at = next((k for k in range(start, end) if tokens[k] == wanted), None)
         picked.append(None if at is None else values[at])
     return picked
