@@ -177,6 +177,7 @@ class _Runner:
         with self._listening():
             workers = min(self._options.parallel, self._all)
             await asyncio.gather(*(self._work() for _ in range(workers)))
+        self._screen.stop()
         left = self._all - self._before - sum(self.counts[status] for status in STATUSES)
         parts = [f"{self.counts['succeeded']} succeeded", f"{self.counts['failed']} failed"]
         parts += [f"{n} {what}" for what, n in (("cancelled", self.counts["cancelled"]), ("not started", left)) if n]
@@ -322,8 +323,13 @@ class _Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self.stop()
+
+    def stop(self) -> None:
+        """No more bar."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.stop()
 
     def start(self, total: int, before: int) -> None:
         """`total` rollouts, of which `before` were done before."""
