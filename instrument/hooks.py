@@ -18,7 +18,7 @@ from contextvars import copy_context
 from functools import cache
 from importlib.metadata import entry_points
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from spanmill.instrument.reports import guarded
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from spanmill.instrument.rollouts import Rollout
 
 Hook = Callable[["Rollout"], object]
-H = TypeVar("H", bound=Callable[..., object])
 When = Literal["on_rollout_start", "on_rollout_end"]
 
 GROUP: Final = "spanmill."
@@ -35,13 +34,13 @@ GROUP: Final = "spanmill."
 _registered: Final[dict[When, list[Hook]]] = {"on_rollout_start": [], "on_rollout_end": []}
 
 
-def on_rollout_start(hook: H) -> H:
+def on_rollout_start(hook: Hook) -> Hook:
     """Call `hook(rollout)` as each rollout of this process starts; also a decorator."""
     _registered["on_rollout_start"].append(hook)
     return hook
 
 
-def on_rollout_end(hook: H) -> H:
+def on_rollout_end(hook: Hook) -> Hook:
     """Call `hook(rollout)` as each rollout of this process ends, before it reports its status; also a decorator.
 
     `rollout.status` is what will be reported. The hook may set another, give rewards, and add metrics.

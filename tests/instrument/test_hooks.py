@@ -46,13 +46,13 @@ def test_hooks_are_called_in_order_with_the_rollout(emitted: Spans) -> None:
 def test_an_end_hook_rewards_and_decides(emitted: Spans) -> None:
     """Its rewards, metrics and status are the rollout's, and come before its end."""
 
-    @on_rollout_end
     def score(r: Rollout) -> None:
         reward(0.5)
         r.reward(1, name="final")
         r.metrics["steps"] = 3
         r.status = "failed"
 
+    assert score is on_rollout_end(score)
     with rollout("a"):
         pass
     assert [
@@ -62,7 +62,6 @@ def test_an_end_hook_rewards_and_decides(emitted: Spans) -> None:
         ("spanmill.reward", "a", None, "steps", 3.0),
         ("rollout", "a", "failed", None, None),
     ] == told(emitted())
-    assert "score" == score.__name__
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3)], ids=repr)
@@ -99,11 +98,12 @@ def test_async_hooks(emitted: Spans) -> None:
     """Awaited in an async rollout, in its loop; run to their end in a plain one, also where a loop is running."""
     loops: list[object] = []
 
-    @on_rollout_end
     async def end(r: Rollout) -> None:
         await asyncio.sleep(0)
         reward(1)
         loops.append(asyncio.get_running_loop())
+
+    on_rollout_end(end)
 
     async def main() -> asyncio.AbstractEventLoop:
         async with rollout("async"):
@@ -123,9 +123,10 @@ def test_async_hooks(emitted: Spans) -> None:
 def test_a_task_cancelled_within_a_hook_ends_its_rollout(emitted: Spans) -> None:
     """A start hook that waits for ever is cancelled with its task: the rollout was cancelled, and is not left open."""
 
-    @on_rollout_start
     async def wait(_: Rollout) -> None:
         await asyncio.sleep(60)
+
+    on_rollout_start(wait)
 
     async def agent() -> None:
         async with rollout("a"):
