@@ -1,20 +1,22 @@
 """CPU per GB of receiving: `spanmill serve` (journal, synced) beside the Go collector (to nowhere), same requests.
 
-    SPANMILL_PEERS=~/.cache/spanmill-peers bench/receive.py [--mb 400] [--senders 8] [--packed]
+    SPANMILL_PEERS=~/.cache/spanmill-peers bench/receive.py [--mb 100] [--rounds 5] [--senders 8] [--packed] [--http]
 
-A request has 16 spans of token ids and logprobs, as OTLP arrays (265 KB) or, with --packed, as bytes (167 KB). The
-indexer is another process and not counted: bench/ingest.py has it. `tests/peers/get.sh` gets the
-Go collector. Linux only (/proc).
+A request has 13 spans of token ids and logprobs, as OTLP arrays (219 KB) or, with --packed, as bytes (136 KB). Both run
+at once and take turns; the median of the rounds counts. The indexer is another process and not counted: bench/ingest.py
+has it. `tests/peers/get.sh` gets the Go collector. Linux only (/proc).
 """
 
 import argparse
 import os
 import random
+import statistics
 import struct
 import sys
 import tempfile
 import threading
 import time
+from http.client import HTTPConnection
 from pathlib import Path
 
 import grpc
@@ -25,7 +27,7 @@ from made_spans import make_request, make_span
 from peer_processes import go_collector
 from served import EXPORT, Served
 
-SPANS, PROMPT, ANSWER = 16, 2048, 256
+SPANS, PROMPT, ANSWER = 13, 2048, 256
 
 
 def request(packed: bool) -> bytes:
@@ -51,45 +53,67 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(name: str, pid: int, address: str, body: bytes, count: int, senders: int) -> float:
-    """Send, print, and return CPU seconds per GB."""
+def send(address: str, http: bool, body: bytes, times: int) -> None:
+    """Send the request so often over one connection."""
+    if http:
+        connection = HTTPConnection(address, timeout=60)
+        for _ in range(times):
+            connection.request("POST", "/v1/traces", body, {"Content-Type": "application/x-protobuf"})
+            answer = connection.getresponse()
+            answer.read()
+            if answer.status != 200:
+                raise ValueError(f"{address} answers {answer.status}")
+        connection.close()
+        return
+    with grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        export: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(EXPORT)
+        for _ in range(times):
+            export(body, timeout=60)
 
-    def send(times: int) -> None:
-        with grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
-            export: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(EXPORT)
-            for _ in range(times):
-                export(body, timeout=60)
 
-    send(20)
+def measure(pid: int, address: str, http: bool, body: bytes, count: int, senders: int) -> tuple[float, float]:
+    """CPU seconds per GB, and MB/s."""
     before, begun = cpu_seconds(pid), time.monotonic()
-    threads = [threading.Thread(target=send, args=(count // senders,)) for _ in range(senders)]
+    threads = [threading.Thread(target=send, args=(address, http, body, count // senders)) for _ in range(senders)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     gigabytes = len(body) * (count // senders) * senders / 1e9
-    cpu = (cpu_seconds(pid) - before) / gigabytes
-    print(f"  {name:14} {gigabytes * 1000 / (time.monotonic() - begun):8.0f} MB/s   {cpu:6.2f} CPU s/GB", flush=True)
-    return cpu
+    return (cpu_seconds(pid) - before) / gigabytes, gigabytes * 1000 / (time.monotonic() - begun)
 
 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=400)
+    parser.add_argument("--mb", type=int, default=100, help="in a round")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--senders", type=int, default=8)
     parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--http", action="store_true")
     options = parser.parse_args()
     body = request(options.packed)
     count = options.mb * 1_000_000 // len(body)
-    print(f"{count} requests of {len(body) / 1000:.0f} KB, {options.senders} senders")
-    with tempfile.TemporaryDirectory() as folder:
-        peer = go_collector(Path(folder), "  nop:")
-        with peer:
-            theirs = measure("Go collector", peer.pid, f"127.0.0.1:{peer.port}", body, count, options.senders)
-        with Served(Path(folder) / "out") as service:
-            ours = measure("spanmill", service.process.pid, service.address, body, count, options.senders)
-    print(f"  ratio {ours / theirs:.2f}")
+    how = "OTLP/HTTP" if options.http else "OTLP/gRPC"
+    print(f"{options.rounds} rounds of {count} requests of {len(body) / 1000:.0f} KB, {options.senders} senders, {how}")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        go_collector(Path(folder), "  nop:") as peer,
+        Served(Path(folder) / "out") as service,
+    ):
+        theirs = f"127.0.0.1:{peer.http_port if options.http else peer.port}"
+        ours = service.http_address if options.http else service.address
+        sides = {"Go collector": (peer.pid, theirs), "spanmill": (service.process.pid, ours)}
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+        for _, address in sides.values():
+            send(address, options.http, body, 20)
+        for _ in range(options.rounds):
+            for name, (pid, address) in sides.items():
+                found[name].append(measure(pid, address, options.http, body, count, options.senders))
+    costs = {name: statistics.median(cost for cost, _ in rounds) for name, rounds in found.items()}
+    for name, rounds in found.items():
+        print(f"  {name:14} {statistics.median(rate for _, rate in rounds):8.0f} MB/s   {costs[name]:6.2f} CPU s/GB")
+    print(f"  ratio {costs['spanmill'] / costs['Go collector']:.2f}")
 
 
 if __name__ == "__main__":

@@ -173,12 +173,22 @@ class Ingest:
 
         A request with rejected spans is journaled as it is: they end in quarantine. Raises DecodeError.
         """
+        checked = self._checked(kind, body)
+        return checked, self.journal.append_async(kind, body, time.time_ns()) if checked.spans else None
+
+    def store(self, kind: Kind, body: bytes) -> Answer:
+        """Checks a request, and returns the answer once it is on disk. Raises DecodeError or JournalError."""
+        checked = self._checked(kind, body)
+        if checked.spans:
+            self.journal.append(kind, body, time.time_ns())
+        return self.accepted(kind, checked, body)
+
+    def _checked(self, kind: Kind, body: bytes) -> Checked:
         checked = check(kind, body)
-        if checked.spans == 0:
-            return checked, None
-        with self.lock:
-            self.room -= len(body)
-        return checked, self.journal.append_async(kind, body, time.time_ns())
+        if checked.spans:
+            with self.lock:
+                self.room -= len(body)
+        return checked
 
     def accepted(self, kind: Kind, checked: Checked, body: bytes) -> Answer:
         """The answer to a request that is on disk, from where it also goes to where all are passed on."""

@@ -233,10 +233,7 @@ def _stored(ingest: Ingest, kind: Kind, body: bytes) -> Answer:
         unpacked = ingest.unpacked(grpc_encoding(body), body, lease)
         if isinstance(unpacked, Answer):
             return unpacked
-        checked, stored = ingest.begin(kind, unpacked)
-        if stored is not None:
-            stored.result()
-        return ingest.accepted(kind, checked, unpacked)
+        return ingest.store(kind, unpacked)
 
 
 def _trailers(answer: Answer) -> list[tuple[str, bytes]]:
