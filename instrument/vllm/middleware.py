@@ -4,21 +4,16 @@ It stands outside of vLLM's own middleware, so that the rollout's path prefix is
 and finds the route. Of an API key `sk-rollout-<id>:<key>`, vLLM gets `<key>`.
 """
 
-import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
 from spanmill.instrument.reports import guarded
 from spanmill.instrument.texts import MAX_TEXT, captures_text
+from spanmill.instrument.vllm.policy_route import POLICY, App, Message, Receive, Scope, Send, answer, serve
 from spanmill.instrument.vllm.requests import Request, inner_key, read_path, read_request
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 STATUS: Final = "/spanmill/status"
@@ -32,23 +27,26 @@ SEEN: Final = "spanmill"
 
 
 class Middleware:
-    """An ASGI app around another one, which `is_vllm` as soon as its engine is there.
+    """An ASGI app around another one, which is vLLM's as soon as its `engine` is there (None before, and elsewhere).
 
-    `status` is what `GET /spanmill/status` answers.
+    `status` is what `GET /spanmill/status` answers of an engine.
     """
 
-    def __init__(self, app: App, is_vllm: Callable[[], bool], status: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, app: App, engine: Callable[[], Any], status: Callable[[Any], dict[str, Any]]) -> None:
         self._app = app
-        self._is_vllm = is_vllm
+        self._engine = engine
         self._status = status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request with what it says of its rollout in `current_request`."""
-        if scope["type"] != "http" or SEEN in scope or not self._is_vllm():
+        if scope["type"] != "http" or SEEN in scope or (engine := self._engine()) is None:
             await self._app(scope, receive, send)
             return
         if scope["path"] == STATUS and scope["method"] == "GET":
-            await _answer(send, self._status())
+            await answer(send, self._status(engine))
+            return
+        if scope["path"] == POLICY:
+            await serve(self._app, engine, {**scope, SEEN: True}, receive, send)
             return
         scope, request = _read({**scope, SEEN: True})
         token = current_request.set(request)
@@ -109,10 +107,3 @@ def _keeping(receive: Receive, request: Request) -> Receive:
         return message
 
     return keep
-
-
-async def _answer(send: Send, content: dict[str, Any]) -> None:
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

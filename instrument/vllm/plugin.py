@@ -15,7 +15,7 @@ from typing import Any, Final
 import wrapt
 
 from spanmill.instrument.reports import LOGGER, guarded, report
-from spanmill.instrument.vllm import hooks, sender
+from spanmill.instrument.vllm import hooks, policy, sender
 from spanmill.instrument.vllm.middleware import Middleware
 
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -50,6 +50,7 @@ def register() -> None:
     if LOGGER.level == logging.NOTSET:
         LOGGER.setLevel(logging.WARNING)  # something in vLLM's process raises the root logger's to ERROR
     with guarded("vLLM plugin"):
+        policy.share()
         for name, wrappers in HOOKS.items():
             wrapt.register_post_import_hook(_patcher(wrappers), name)
         wrapt.register_post_import_hook(_patch_apps("Starlette"), "starlette.applications")
@@ -95,8 +96,8 @@ def _patch_apps(kind: str) -> Callable[[ModuleType], None]:
     def build(wrapped: Callable[..., Any], app: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return Middleware(
             wrapped(*args, **kwargs),
-            lambda: getattr(app.state, "engine_client", None) is not None,
-            lambda: status(app.state.engine_client),
+            lambda: getattr(app.state, "engine_client", None),
+            status,
         )
 
     def patch(module: ModuleType) -> None:
@@ -112,6 +113,7 @@ def status(engine: Any) -> dict[str, Any]:
     config = engine.model_config
     mode = getattr(config, "logprobs_mode", "raw_logprobs")
     return {
+        "pid": os.getpid(),
         "spanmill": _version("spanmill"),
         "vllm": vllm_version(),
         "active": active(),

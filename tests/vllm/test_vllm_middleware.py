@@ -42,7 +42,7 @@ def _serve(scope: dict[str, Any], *chunks: bytes, is_vllm: bool = True) -> tuple
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(Middleware(inner, lambda: is_vllm, lambda: {"a": 1})(scope, receive, send))
+    asyncio.run(Middleware(inner, lambda: object() if is_vllm else None, lambda _: {"a": 1})(scope, receive, send))
     assert inner.received in ([], messages)
     return inner, sent
 
@@ -100,7 +100,7 @@ def test_a_second_middleware_does_nothing() -> None:
 
     async def send(_: Any) -> None: ...
 
-    both = Middleware(Middleware(inner, lambda: True, dict[str, Any]), lambda: True, dict[str, Any])
+    both = Middleware(Middleware(inner, object, lambda _: {}), object, lambda _: {})
     asyncio.run(both(_scope("/rollout/a/v1/messages"), receive, send))
     assert inner.request is not None
     assert Identity("a") == inner.request.identity

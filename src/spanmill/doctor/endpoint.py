@@ -179,7 +179,7 @@ def _health(place: Place) -> bool:
 def _open(
     url: str, environ: Mapping[str, str], headers: Mapping[str, str] | None = None, body: bytes | None = None
 ) -> tuple[int, str]:
-    """(status, body) of an answer, asked with the environment's headers. Raises OSError or HTTPException without one."""
+    """(status, body) of an answer, asked with the environment's headers. Raises OSError, HTTPException without one."""
     context = ssl.create_default_context(cafile=_path(environ, "CERTIFICATE"))
     chain = _path(environ, "CLIENT_CERTIFICATE")
     if chain:

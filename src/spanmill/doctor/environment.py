@@ -37,6 +37,7 @@ NAMES: Final = frozenset(
         texts.CAPTURE_TEXT,
         plugin.DISABLED,
         policy.ENV,
+        policy.FILE,
         *(field.env for field in identity.FIELDS),
     }
 )
