@@ -8,6 +8,7 @@
     ├── DatasetError (OSError)        the dataset cannot be written or read
     │   └── SchemaVersionError        the dataset was written by a newer spanmill
     ├── InputError (OSError)          an input of `spanmill build` that cannot be read
+    ├── ExportError (ValueError)      what is selected cannot be exported in the way that is asked for
     └── CollectorError (ConnectionError)    a collector that does not answer, or refuses what it is sent
 
 Bad spans are no errors: they are counted and quarantined with a reason.
@@ -44,6 +45,10 @@ class SchemaVersionError(DatasetError):
 
 class InputError(SpanmillError, OSError):
     """An input of `spanmill build` cannot be read."""
+
+
+class ExportError(SpanmillError, ValueError):
+    """What is selected cannot be exported in the way that is asked for."""
 
 
 class CollectorError(SpanmillError, ConnectionError):
