@@ -25,7 +25,8 @@ _TRACE: Final = TraceContextTextMapPropagator()
 class Exchange:
     """A request with a body of one of the generating routes, as its client wrote it.
 
-    `added` are the fields to send beside the client's own: none until `ask` decides that the server takes them.
+    `body` is what the client asks for, `added` are the fields to send beside the client's own: none until `ask` decides
+    that the server takes them.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Exchange:
     ) -> None:
         self.route = route
         self.added: Object = {}
-        self._body = body
+        self.body = body
         self._chunks: Chunks | Reply = Chunks() if route in (CHAT, COMPLETIONS) else Reply(route)
         self._streamed = False
         self._ended = True
@@ -51,7 +52,7 @@ class Exchange:
 
     def ask(self, refused: set[str]) -> None:
         """Ask for ids and logprobs, but for the fields that the server is known to refuse."""
-        self.added = {name: value for name, value in missing(self.route, self._body).items() if name not in refused}
+        self.added = {name: value for name, value in missing(self.route, self.body).items() if name not in refused}
 
     def headers(self) -> dict[str, str]:
         """What tells the server's own instrumentation whose request this is and which span it stands under."""

@@ -10,11 +10,11 @@ import signal
 import socket
 import sys
 from asyncio import Task
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Final, cast
+from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -187,7 +187,7 @@ class _Gateway:
         exchange.ask(self._refused)
         ours = {"accept-encoding": "identity", **exchange.headers()}
         headers = [*((name, value) for name, value in way.headers if name not in ours), *ours.items()]
-        body = _with(way.content, exchange.added)
+        body = _with(way.content, exchange.body, exchange.added)
         answer = await self._server.ask("POST", way.path, headers, body, way.leaving)
         if answer.status in REFUSED and exchange.added:
             named = named_in((await answer.read()).decode("utf-8", "replace"), exchange.added)
@@ -257,12 +257,16 @@ def _open(path: str, content: bytes, read: requests.Request) -> Exchange | None:
     return Exchange(route, cast("Object", body), capture="gateway", around=around, others=others)
 
 
-def _with(content: bytes, added: Object) -> bytes:
-    """A body with more fields: the client's own text stays as it is, but for what it left null."""
+def _with(content: bytes, asked: Mapping[str, Any], added: Object) -> bytes:
+    """A body that says `asked`, with more fields; the client's own text stays as it is, unless it left one of them null.
+
+    _with(b'{"a": 1}', {"a": 1}, {"b": 2}) == b'{"a": 1,"b":2}'
+    """
     if not added:
         return content
-    body = cast("Object", json.loads(content))
-    return json.dumps({**body, **added}, separators=(",", ":")).encode()
+    if asked and asked.keys().isdisjoint(added) and json.detect_encoding(content) == "utf-8":
+        return content.rstrip()[:-1] + b"," + json.dumps(added, separators=(",", ":")).encode()[1:]
+    return json.dumps({**asked, **added}, separators=(",", ":")).encode()
 
 
 def _unreachable(error: ClientError) -> JSONResponse:

@@ -90,7 +90,28 @@ def _from_response(answer: Object) -> Object:
     reason = {"completed": "tool_calls" if calls else "stop"}.get(str(answer.get("status")))
     if details.get("reason"):
         reason = "length" if details["reason"] == "max_output_tokens" else str(details["reason"])
-    return _answer(answer, _assistant(texts, thoughts, calls), reason)
+    found = _answer(answer, _assistant(texts, thoughts, calls), reason)
+    prompt, sampled = _tokens(answer.get("input_messages")), _tokens(answer.get("output_messages"))
+    if prompt is not None and sampled is not None:
+        found["prompt_token_ids"] = prompt
+        found["choices"][0] |= {"token_ids": sampled, "logprobs": _logprobs(answer, len(sampled))}
+    return found
+
+
+def _tokens(messages: Any) -> list[int] | None:
+    """The ids of the one raw message that vLLM gives for a prompt or an answer; several are turns of its own tools."""
+    match messages:
+        case [{"type": "raw_message_tokens", "tokens": list(tokens)}]:
+            return cast("list[int]", tokens)
+        case _:
+            return None
+
+
+def _logprobs(answer: Object, tokens: int) -> Object | None:
+    """Those of the answer's text, if it has one for each token: what was no text, such as a tool call, has none."""
+    parts = [part for item in cast("list[Object]", answer["output"]) for part in item.get("content") or []]
+    entries = [entry for part in parts for entry in part.get("logprobs") or []]
+    return {"content": entries} if len(entries) == tokens else None
 
 
 def _from_message(answer: Object) -> Object:

@@ -50,7 +50,21 @@ def test_route_of(path: str, route: str | None) -> None:
         (COMPLETIONS, {}, {"return_token_ids": True, "logprobs": 0}),
         (COMPLETIONS, {"logprobs": 3}, {"return_token_ids": True}),
         (COMPLETIONS, {"echo": True}, {}),
-        (RESPONSES, {}, {}),
+        (
+            RESPONSES,
+            {},
+            {"enable_response_messages": True, "include": ["message.output_text.logprobs"], "top_logprobs": 0},
+        ),
+        (
+            RESPONSES,
+            {"include": ["reasoning.encrypted_content"], "top_logprobs": 2},
+            {
+                "enable_response_messages": True,
+                "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+            },
+        ),
+        (RESPONSES, {"include": ["message.output_text.logprobs"], "enable_response_messages": False}, {}),
+        (RESPONSES, {"background": True}, {}),
         (MESSAGES, {}, {}),
     ],
 )
@@ -74,6 +88,7 @@ def test_named_in() -> None:
     """A refusal counts if it names a field that was added."""
     assert {"return_token_ids"} == named_in("Unknown parameter: 'return_token_ids'", ASKED)
     assert set() == named_in("Unknown parameter: 'return_token_ids'", {"logprobs": True})
+    assert {"include"} == named_in("logprobs are not supported with gpt-oss models", {"include": [], "top_logprobs": 0})
 
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "completions"])
@@ -217,6 +232,60 @@ def test_responses_and_messages_in_the_words_of_chat() -> None:
     assert _as_chat("msg_1") == Reply(MESSAGES).of(MESSAGE)
     assert _as_chat("msg_1") == _streamed(MESSAGES, MESSAGE_EVENTS)
     assert ({}, {}) == (Reply(MESSAGES).of({"type": "error"}), Reply(RESPONSES).of({"error": {}}))
+
+
+ENTRIES = [{"token": "H", "logprob": -1.0}, {"token": "i", "logprob": -2.0}]
+RAW: dict[str, Any] = {
+    **RESPONSE,
+    "top_logprobs": 0,
+    "input_messages": [{"type": "raw_message_tokens", "message": "x", "tokens": [1, 2, 3]}],
+    "output_messages": [{"type": "raw_message_tokens", "message": "Hi", "tokens": [4, 5]}],
+    "output": [{"type": "message", "content": [{"type": "output_text", "text": "Hi", "logprobs": ENTRIES}]}],
+}
+"""What vLLM 0.32 gives to those who ask with `missing`."""
+
+
+def test_ids_of_a_response() -> None:
+    """Of its one prompt and answer; logprobs only if there is one for each token."""
+    found = Reply(RESPONSES).of(RAW)
+    (choice,) = found["choices"]
+    assert ([1, 2, 3], [4, 5], {"content": ENTRIES}) == (
+        found["prompt_token_ids"],
+        choice["token_ids"],
+        choice["logprobs"],
+    )
+    longer = {"type": "raw_message_tokens", "message": "Hi", "tokens": [4, 5, 6]}
+    assert Reply(RESPONSES).of({**RAW, "output_messages": [longer]})["choices"][0]["logprobs"] is None
+    turns = {**RAW, "output_messages": [longer, longer]}
+    assert "token_ids" not in Reply(RESPONSES).of(turns)["choices"][0]
+
+
+def test_strip_a_response() -> None:
+    """Out of a whole answer and of every kind of event, but not what the client asked for."""
+    added = missing(RESPONSES, {})
+    part = {"type": "output_text", "text": "Hi", "logprobs": None}
+    bare: dict[str, Any] = {
+        **RAW,
+        "top_logprobs": None,
+        "input_messages": None,
+        "output_messages": None,
+        "output": [{"type": "message", "content": [part]}],
+    }
+    full = {**part, "logprobs": ENTRIES}
+    events: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (RAW, bare),
+        ({"type": "response.completed", "response": RAW}, {"type": "response.completed", "response": bare}),
+        ({"type": "x", "item": {"content": [full]}}, {"type": "x", "item": {"content": [part]}}),
+        ({"type": "x", "part": full}, {"type": "x", "part": part}),
+        ({"type": "x", "delta": "Hi", "logprobs": ENTRIES}, {"type": "x", "delta": "Hi", "logprobs": []}),
+    ]
+    for event, expected in events:
+        passed = json.loads(json.dumps(event))
+        assert (True, expected) == (strip(passed, added), passed)
+        assert not strip(passed, added)
+    asked = missing(RESPONSES, {"include": ["message.output_text.logprobs"]})
+    passed = json.loads(json.dumps(RAW))
+    assert (True, {**RAW, "input_messages": None, "output_messages": None}) == (strip(passed, asked), passed)
 
 
 def test_a_response_that_was_cut_off() -> None:
