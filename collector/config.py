@@ -102,6 +102,36 @@ def parse_names(value: object) -> tuple[str, ...]:
     raise ValueError("names separated by commas")
 
 
+def parse_text(value: object) -> str:
+    """A text that is not empty."""
+    if isinstance(value, str) and value:
+        return value
+    raise ValueError("a text")
+
+
+def parse_number(value: object) -> float:
+    """A finite number."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            value = math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    raise ValueError("a number")
+
+
+def parse_one_of(*names: str) -> Callable[[object], str]:
+    """A parser of one of these names."""
+
+    def parse(value: object) -> str:
+        if isinstance(value, str) and value in names:
+            return value
+        raise ValueError(f"one of {', '.join(names)}")
+
+    return parse
+
+
 def parse_path(value: object) -> Path:
     """A path of a file or folder."""
     if isinstance(value, str | Path) and str(value):
@@ -182,6 +212,77 @@ class BuildConfig(RowConfig):
     )
     workers: int | None = field(
         default=None, metadata=about(parse_count(1, 1024), "processes that put rollouts together (default: the cores)")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """The options of `spanmill export`: those of `triplets.select.Selection` and `triplets.exports.Fill`, by name."""
+
+    to: str = field(
+        metadata=about(
+            parse_text,
+            "verl, verl-rollouts, verl-prompts, trl-sft, trl-grpo, trl-async, skyrl, skyrl-sft, prime-rl, areal, "
+            "slime, tinker, nemo-rl, nemo-gym, atif, sft or dpo",
+        )
+    )
+    out: Path = field(metadata=about(parse_path, "file or folder that is made"))
+    model: tuple[str, ...] = field(default=(), metadata=about(parse_names, "only these models, separated by commas"))
+    mode: tuple[str, ...] = field(default=(), metadata=about(parse_names, "only these modes, such as train"))
+    status: tuple[str, ...] = field(
+        default=(), metadata=about(parse_names, "only the last attempts that ended so (else the last usable ones)")
+    )
+    task_id: tuple[str, ...] = field(default=(), metadata=about(parse_names, "only these tasks"))
+    rollout_prefix: str | None = field(
+        default=None, metadata=about(parse_text, "only rollouts whose id begins so, such as batch/7/")
+    )
+    agent: str | None = field(
+        default=None, metadata=about(parse_text, "only agents in whose name this regular expression is found")
+    )
+    min_reward: float | None = field(
+        default=None, metadata=about(parse_number, "only rollouts with at least this reward")
+    )
+    max_reward: float | None = field(
+        default=None, metadata=about(parse_number, "only rollouts with at most this reward")
+    )
+    max_policy_age: int | None = field(
+        default=None,
+        metadata=about(parse_count(0, 1 << 31), "only rollouts whose oldest token is at most this many versions old"),
+    )
+    policy_version: int | None = field(
+        default=None,
+        metadata=about(parse_count(0, 1 << 62), "the version that ages count from (default: the newest there is)"),
+    )
+    whole_groups: bool = field(
+        default=False, metadata=about(parse_switch, "only groups of which no rollout is missing")
+    )
+    logprobs: str = field(
+        default="one",
+        metadata=about(
+            parse_one_of("one", "raw", "processed", "any", "none"),
+            "one mode, whichever; raw or processed; any, mixed; none: leave them out",
+        ),
+    )
+    mix_models: bool = field(default=False, metadata=about(parse_switch, "allow several models in one export"))
+    max_tokens: int | None = field(
+        default=None, metadata=about(parse_count(1, 1 << 31), "only sequences of at most this many tokens")
+    )
+    overlong: str = field(
+        default="drop",
+        metadata=about(parse_one_of("drop", "truncate"), "what becomes of longer ones: drop or truncate"),
+    )
+    fill_reward: float | None = field(
+        default=None, metadata=about(parse_number, "the reward where none was recorded (else such rows are left out)")
+    )
+    fill_temperature: float | None = field(
+        default=None, metadata=about(parse_number, "the temperature where none was recorded, likewise")
+    )
+    fill_policy_version: int | None = field(
+        default=None,
+        metadata=about(parse_count(0, 1 << 62), "the policy version where no whole number was recorded, likewise"),
+    )
+    pad_token_id: int = field(
+        default=0, metadata=about(parse_count(0, (1 << 31) - 1), "what token ids in tensors are padded with")
     )
 
 

@@ -18,7 +18,7 @@ import typer
 from typer.main import get_command
 
 import spanmill
-from spanmill.collector.config import BuildConfig, ServeConfig, load, load_config
+from spanmill.collector.config import BuildConfig, ExportConfig, ServeConfig, load, load_config
 from spanmill.errors import ConfigError, SpanmillError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
@@ -317,3 +317,22 @@ def stats(dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="folde
     from spanmill.collector.stats import loss_report
 
     print(loss_report(dataset), end="")
+
+
+@app.command()
+@with_options(ExportConfig)
+def export(
+    dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="folder of a dataset")], **flags: object
+) -> None:
+    """Write a dataset in the form that a trainer reads, and say what was left out and why."""
+    # Not from the environment: SPANMILL_MODE, say, tells a running agent what it is.
+    settings = vars(load(ExportConfig, flags, {}))
+    from spanmill.triplets.exports import Fill
+    from spanmill.triplets.exports import export as write
+    from spanmill.triplets.select import Selection
+
+    fill = Fill(
+        *(settings[f"fill_{name}"] for name in ("reward", "temperature", "policy_version")), settings["pad_token_id"]
+    )
+    selection = Selection(**{option.name: settings[option.name] for option in fields(Selection)})
+    print(write(dataset, settings["to"], settings["out"], selection, fill).text, end="")
