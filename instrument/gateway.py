@@ -26,9 +26,10 @@ from starlette.types import Receive, Scope, Send
 
 from spanmill.errors import ConfigError, ListenError
 from spanmill.instrument import identity, provider
-from spanmill.instrument.asking import REFUSED, Object, named_in, route_of
+from spanmill.instrument.asking import REFUSED, Object, route_of
 from spanmill.instrument.calls import Attributes
 from spanmill.instrument.exchange import Exchange
+from spanmill.instrument.sglang import GENERATE, is_generate
 from spanmill.instrument.sse import Events
 from spanmill.instrument.upstream import ClientLeft, Headers, RawHeaders, Upstream, answer_headers, request_headers
 from spanmill.instrument.vllm import requests
@@ -190,11 +191,10 @@ class _Gateway:
         body = _with(way.content, exchange.body, exchange.added)
         answer = await self._server.ask("POST", way.path, headers, body, way.leaving)
         if answer.status in REFUSED and exchange.added:
-            named = named_in((await answer.read()).decode("utf-8", "replace"), exchange.added)
-            if named:
-                self._refused |= named
-                exchange.added = {}
-                answer = await self._server.ask("POST", way.path, headers, way.content, way.leaving)
+            said = (await answer.read()).decode("utf-8", "replace")
+            if exchange.refuse(said, self._refused):
+                body = _with(way.content, exchange.body, exchange.added)
+                answer = await self._server.ask("POST", way.path, headers, body, way.leaving)
         return answer
 
 
@@ -239,14 +239,14 @@ async def _stream(answer: ClientResponse, way: _Passage, exchange: Exchange | No
 
 def _open(path: str, content: bytes, read: requests.Request) -> Exchange | None:
     """The exchange that a request begins; None if it is none that generates."""
-    route = route_of(path)
+    route = route_of(path) or (GENERATE if path == GENERATE else None)
     if route is None:
         return None
     try:
         body = json.loads(content)
     except ValueError:
         return None  # the server will say so
-    if not isinstance(body, dict):
+    if not isinstance(body, dict) or (route == GENERATE and not is_generate(cast("Object", body))):
         return None
     around, others = read.parent, Attributes()
     if read.identity is not None:
@@ -258,7 +258,7 @@ def _open(path: str, content: bytes, read: requests.Request) -> Exchange | None:
 
 
 def _with(content: bytes, asked: Mapping[str, Any], added: Object) -> bytes:
-    """A body that says `asked`, with more fields; the client's own text stays as it is, unless it left one of them null.
+    """A body that says `asked`, with more fields; the client's own text stays, unless it left one of them null.
 
     _with(b'{"a": 1}', {"a": 1}, {"b": 2}) == b'{"a": 1,"b":2}'
     """

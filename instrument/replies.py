@@ -4,7 +4,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
+from spanmill.instrument import sglang
 from spanmill.instrument.asking import CHAT, RESPONSES
+from spanmill.instrument.sglang import GENERATE
 from spanmill.instrument.texts import plain
 
 Object = dict[str, Any]
@@ -21,6 +23,8 @@ def request_of(route: str, body: Mapping[str, Any]) -> Object:
     found["max_tokens"] = next((body[name] for name in _MAX_TOKENS if body.get(name) is not None), None)
     if route == CHAT:
         return {**found, "messages": body.get("messages")}
+    if route == GENERATE:
+        return sglang.request_of(body)
     from spanmill.instrument.vllm.bodies import read_body  # only who speaks the other APIs pays for it
 
     asked = read_body(f"/v1{route}", json.dumps(body, default=plain).encode())
@@ -32,6 +36,7 @@ class Reply:
 
     def __init__(self, route: str) -> None:
         self._route = route
+        self._found: Object = {}
         self._whole: Object = {}
         self._blocks: dict[int, Object] = {}
 
@@ -44,7 +49,7 @@ class Reply:
         kind = str(event.get("type"))
         if self._route == RESPONSES:
             if isinstance(event.get("response"), dict):
-                self._whole = event["response"]
+                self._found = _from_response(event["response"])  # at once: it is about to be stripped
         elif kind == "message_start":
             self._whole = dict(event.get("message") or {})
         elif kind == "content_block_start":
@@ -59,7 +64,7 @@ class Reply:
     def answer(self) -> Object:
         """The answer as far as it came, as chat completions would give it."""
         if self._route == RESPONSES:
-            return _from_response(self._whole)
+            return self._found
         return _from_message({**self._whole, "content": [self._blocks[at] for at in sorted(self._blocks)]})
 
 

@@ -288,6 +288,14 @@ def test_strip_a_response() -> None:
     assert (True, {**RAW, "input_messages": None, "output_messages": None}) == (strip(passed, asked), passed)
 
 
+def test_a_streamed_response_keeps_what_is_stripped() -> None:
+    """The event that holds the answer is read before it goes on without its ids."""
+    reply, event = Reply(RESPONSES), json.loads(json.dumps({"type": "response.completed", "response": RAW}))
+    reply.add(event)
+    assert strip(event, missing(RESPONSES, {}))
+    assert Reply(RESPONSES).of(RAW) == reply.answer()
+
+
 def test_a_response_that_was_cut_off() -> None:
     """`max_output_tokens` is a length limit; a stream without its end has no finish reason."""
     cut = {**RESPONSE, "status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
