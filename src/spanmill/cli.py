@@ -336,3 +336,21 @@ def export(
     )
     selection = Selection(**{option.name: settings[option.name] for option in fields(Selection)})
     print(write(dataset, settings["to"], settings["out"], selection, fill).text, end="")
+
+
+@app.command()
+def view(
+    dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="folder of a dataset")],
+    port: Annotated[int, typer.Option(help="where the browser finds it; 0 takes a free one", min=0, max=65535)] = 8080,
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="tokenizer.json, or its folder: tokens are shown as text")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="tokens that open the pages, one a line, as a password")
+    ] = None,
+) -> None:
+    """Show a dataset in a browser: every rollout, call and token, and why it is trained or not."""
+    from spanmill.collector.view import view
+
+    raise typer.Exit(view(dataset, host, port, tokenizer, token_file))
