@@ -331,6 +331,9 @@ class ServeConfig(RowConfig):
         default=7 * 86400.0,
         metadata=about(parse_positive_duration, "write what is older as it is, and remove it from the journal"),
     )
+    workers: int = field(
+        default=1, metadata=about(parse_count(1, 256), "processes that receive, each with its own part of the journal")
+    )
     tls_cert: Path | None = field(
         default=None, metadata=about(parse_path, "file with the certificate chain (PEM): serve over TLS")
     )

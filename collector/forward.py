@@ -8,7 +8,7 @@ import base64
 import json
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Final, NamedTuple, cast
@@ -22,6 +22,8 @@ from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from spanmill.collector.figures import FORWARDED, Figures
 
 _SENDERS: Final = 4
 _TIMEOUT_S: Final = 30.0
@@ -71,13 +73,16 @@ class Forwarder:
     `headers` go with every request; what they hold is never logged.
     """
 
-    def __init__(self, url: str, max_bytes: int, headers: Sequence[tuple[str, str]] = ()) -> None:
+    def __init__(
+        self, url: str, max_bytes: int, headers: Sequence[tuple[str, str]] = (), figures: Figures | None = None
+    ) -> None:
         self._url = url
         self._max_bytes = max_bytes
         self._headers = headers
+        self._figures = figures or Figures()
+        self._full = False
         self._waiting: deque[Request] = deque()
         self._bytes = 0
-        self._counts: Counter[str] = Counter()
         self._wake = threading.Condition()
         self._stopping = threading.Event()
         self._away = False
@@ -95,19 +100,22 @@ class Forwarder:
         """Take a request to be passed on, if there is room; never waits."""
         with self._wake:
             if self._bytes + len(request.body) > self._max_bytes:
-                self._counts["dropped_full"] += 1
-                if self._counts["dropped_full"] == 1:
+                self._count("dropped_full")
+                if not self._full:
                     _log.warning("--forward %s takes less than comes: requests are not passed on", self._url)
+                self._full = True
                 return
             self._bytes += len(request.body)
             self._waiting.append(request)
             self._wake.notify()
 
     def counts(self) -> dict[str, int]:
-        """Requests: sent, retried (times), dropped_full, dropped_refused, dropped_stopped."""
-        with self._wake:
-            names = ("sent", "retried", "dropped_full", "dropped_refused", "dropped_stopped")
-            return {name: self._counts[name] for name in names}
+        """What became of requests that came to this process, by `figures.FORWARDED`."""
+        found = self._figures.own([f"forward_{name}" for name in FORWARDED])
+        return {name.removeprefix("forward_"): number for name, number in found.items()}
+
+    def _count(self, name: str, number: int = 1) -> None:
+        self._figures.add(f"forward_{name}", number)
 
     def stop(self, timeout: float) -> None:
         """Pass on what waits, for up to `timeout` seconds; the rest is dropped, and said to be."""
@@ -119,7 +127,7 @@ class Forwarder:
             sender.join(1)
         if not done:
             with self._wake:
-                self._counts["dropped_stopped"] += len(self._waiting)
+                self._count("dropped_stopped", len(self._waiting))
                 _log.warning("%d requests were not passed on to --forward %s", len(self._waiting), self._url)
 
     def _run(self) -> None:
@@ -144,17 +152,16 @@ class Forwarder:
                 return
             self._note("retried", f"cannot be reached: {outcome.why}; requests wait")
             if self._stopping.wait(max(wait_s, outcome.after_s)):
-                with self._wake:
-                    self._counts["dropped_stopped"] += 1
+                self._count("dropped_stopped")
                 return
             wait_s = min(2 * wait_s, _WAIT_S[1])
+        self._count("sent")
         with self._wake:
-            self._counts["sent"] += 1
             self._away = False
 
     def _note(self, count: str, line: str) -> None:
+        self._count(count)
         with self._wake:
-            self._counts[count] += 1
             said, self._away = self._away, True
         if not said:
             _log.warning("--forward %s %s", self._url, line)

@@ -8,7 +8,6 @@ import fcntl
 import json
 import logging
 import os
-import pickle
 import re
 import select
 import signal as signals
@@ -25,6 +24,7 @@ from typing import Final, NamedTuple
 from spanmill.adapters import Adapted, Options, adapt, keys, signal
 from spanmill.collector import journal, rewards
 from spanmill.collector.assemble import SECOND, Closed, Component, RolloutKey, Timing, close, due_at, moved, revised
+from spanmill.collector.child import read_setup
 from spanmill.collector.config import RowConfig, ServeConfig
 from spanmill.collector.decode import decode
 from spanmill.collector.index import Found, Index, Key, Seen
@@ -255,8 +255,8 @@ class Indexer:
     def _next_entries(self, complete: bool) -> Iterator[Entry]:
         """What stands next in the journal, up to about INDEX_BYTES or to a flush, which closes what came before it.
 
-        That is also what came to other workers. When a flush is met, the reading of those may have come to its end before
-        it was written, so it is taken only when it is met again.
+        That is also what came to other workers. When a flush is met, the reading of those may have ended before it was
+        written, so it is taken only when it is met again.
         """
         size = 0
         for entry in journal.read_all(self._folder, self._index.places, complete=complete, damage=self._damage):
@@ -537,7 +537,7 @@ def main() -> int:
     for number in (signals.SIGINT, signals.SIGTERM):
         signals.signal(number, signals.SIG_IGN)  # the service decides, over the pipe, and drains first
     control = sys.stdin.fileno()
-    config: ServeConfig = pickle.loads(_exactly(control, int.from_bytes(_exactly(control, 4))))
+    config: ServeConfig = read_setup(control)
     try:
         run(config, control, lambda: print("ready", flush=True))
     except BrokenPipeError:
@@ -551,14 +551,6 @@ def main() -> int:
             discard(config.journal_folder / INDEX_NAME)
         return 1
     return 0
-
-
-def _exactly(control: int, size: int) -> bytes:
-    """Not by a buffered reader, which would swallow the commands that follow."""
-    data = b""
-    while len(data) < size and (more := os.read(control, size - len(data))):
-        data += more
-    return data
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 import traceback
-from collections import Counter
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Final, NamedTuple, Self
@@ -22,6 +21,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from spanmill.collector.compression import inflate
 from spanmill.collector.decode import check
 from spanmill.collector.decoded import Checked
+from spanmill.collector.figures import COUNTS, Figures
 from spanmill.collector.forward import Forwarder, Request
 from spanmill.collector.journal import JournalWriter, Kind, Position
 from spanmill.errors import DecodeError, JournalError
@@ -34,20 +34,6 @@ _MESSAGE_CHARACTERS: Final = 500
 """A gRPC message travels in a header."""
 
 _log = logging.getLogger(__name__)
-
-
-REFUSALS: Final = (
-    "malformed",
-    "too_large",
-    "overloaded",
-    "refused",
-    "stalled",
-    "cancelled",
-    "unauthenticated",
-    "unwritten",
-    "unforeseen",
-)
-"""Counters of requests that were not acknowledged, by reason."""
 
 
 class Answer(NamedTuple):
@@ -97,6 +83,7 @@ class Lease:
             if others and self._ingest.inflight + size > self._ingest.max_inflight_bytes:
                 return False
             self._ingest.inflight += size
+            self._ingest.figures.put("inflight_bytes", self._ingest.inflight)
         self._bytes += size
         return True
 
@@ -108,6 +95,7 @@ class Lease:
     ) -> None:
         with self._ingest.lock:
             self._ingest.inflight -= self._bytes
+            self._ingest.figures.put("inflight_bytes", self._ingest.inflight)
 
 
 class Ingest:
@@ -119,39 +107,35 @@ class Ingest:
         max_message_bytes: int,
         max_inflight_bytes: int,
         forwarder: Forwarder | None = None,
+        figures: Figures | None = None,
     ) -> None:
         self.journal = journal
+        self.figures = figures or Figures()
+        journal.on_sync = self.figures.synced
         self.forwarder = forwarder
         self.max_message_bytes = max_message_bytes
         self.max_inflight_bytes = max_inflight_bytes
         self.lock = threading.Lock()
         self.inflight = 0
         """Bytes received and neither on disk nor refused."""
-        self.accepted_bytes = 0
-        """Of requests that were acknowledged, decompressed."""
         self.refusing: str | None = None
         """Why nothing is taken at the moment, though it will be again; None if all is well."""
         self.room = 1 << 62
         """Bytes that may be written until the disk is looked at again."""
         self.unready: str | None = None
         """Why what is taken is not made into rows at the moment; None if all is well."""
-        self._counts: Counter[str] = Counter()
 
     def lease(self) -> Lease:
         """A share of the byte budget for one request, empty at first."""
         return Lease(self)
 
     def counts(self) -> dict[str, int]:
-        """What came so far: requests, spans, log_records, rejected_spans, rewards, ignored_metrics, and requests
-        that came to nothing: REFUSALS.
-        """
-        with self.lock:
-            return dict(self._counts)
+        """What came so far to this process, by `figures.COUNTS`; what never came is left out."""
+        return {name: number for name, number in self.figures.own(COUNTS).items() if number}
 
     def count(self, name: str, number: int = 1) -> None:
         """Adds to a counter."""
-        with self.lock:
-            self._counts[name] += number
+        self.figures.add(name, number)
 
     def unpacked(self, encoding: str | None, body: bytes, lease: Lease) -> bytes | Answer:
         """The body without its compression, or why not. Raises DecodeError."""
@@ -193,9 +177,9 @@ class Ingest:
     def accepted(self, kind: Kind, checked: Checked, body: bytes) -> Answer:
         """The answer to a request that is on disk, from where it also goes to where all are passed on."""
         items = "log_records" if kind in (Kind.LOGS_PROTO, Kind.LOGS_JSON) else "spans"
-        with self.lock:
-            self._counts.update({"requests": 1, items: checked.spans})
-            self.accepted_bytes += len(body)
+        self.count("requests")
+        self.count(items, checked.spans)
+        self.count("accepted_bytes", len(body))
         self.pass_on("traces" if items == "spans" else "logs", body, is_json=kind in (Kind.TRACES_JSON, Kind.LOGS_JSON))
         if checked.rejected == 0:
             return Answer()

@@ -61,7 +61,7 @@ SEGMENT_S: Final = 6 * 3600.0
 _NAME: Final = re.compile(r"(\d{8,})\.journal")
 _SEGMENTS: Final = 100_000_000
 """The numbers of a worker's segments; 256 MiB each, it never gets there."""
-LOCK_S: Final = 30.0
+LOCK_S: Final = 10.0
 """How long a worker whose service was killed may take to notice and go."""
 _GROUP_RECORDS: Final = 500
 """Records in one writev: two buffers each, IOV_MAX is 1024."""

@@ -12,11 +12,12 @@ from starlette.routing import BaseRoute
 from spanmill.collector import receive_grpc
 from spanmill.collector.access import access_of
 from spanmill.collector.config import Address, ServeConfig
+from spanmill.collector.figures import Figures
 from spanmill.collector.forward import Forwarder
 from spanmill.collector.index_file import INDEX_NAME, unknown_rollouts
 from spanmill.collector.ingest import Ingest
 from spanmill.collector.journal import JournalWriter
-from spanmill.collector.metrics import Metrics
+from spanmill.collector.metrics import metrics_route
 from spanmill.collector.receive_http import HttpServer, build_app
 from spanmill.collector.watch import Watch
 from spanmill.errors import ListenError
@@ -60,47 +61,74 @@ class Receiver:
         self.watch.stop()
 
 
-def start_receiver(config: ServeConfig, journal: JournalWriter, routes: Sequence[BaseRoute] = ()) -> Receiver:
+def start_receiver(
+    config: ServeConfig, journal: JournalWriter, routes: Sequence[BaseRoute] = (), figures: Figures | None = None
+) -> Receiver:
     """Serves OTLP on `config.grpc` and `config.http`, the latter with `routes` beside its own.
 
+    One of several workers shares both with the others, has its part of every limit, and `figures` in common with them.
     Raises ListenError if an address cannot be had, ConfigError if files of TLS or tokens cannot be used.
     """
     access = access_of(config)
-    ingest = _ingest(config, journal)
+    ingest = _ingest(config, journal, figures or Figures())
     watch = Watch(ingest, config)
-    listener = _listen("--http", config.http)
+    shared = config.workers > 1
+    listener = _listen("--http", config.http, shared=shared)
     try:
         # grpc says that an address cannot be had, but not why.
-        with _listen("--grpc", config.grpc) as probe:
+        with _listen("--grpc", config.grpc, shared=shared) as probe:
             grpc_host: str = probe.getsockname()[0]
-        grpc, port = receive_grpc.start(ingest, config.grpc, access)
+        grpc, port = receive_grpc.start(ingest, config.grpc, access, shared=shared)
     except ListenError:
         listener.close()
         raise
     http_host, http_port = listener.getsockname()[:2]
-    access.warn_if_open([(grpc_host, config.grpc), (http_host, config.http)])
+    if not shared:
+        access.warn_if_open([(grpc_host, config.grpc), (http_host, config.http)])
     watch.start()
     if ingest.forwarder is not None:
         ingest.forwarder.start()
-    metrics = Metrics(ingest, watch, ingest.forwarder.counts if ingest.forwarder else dict)
     unknown = partial(unknown_rollouts, config.journal_folder / INDEX_NAME)
-    app = build_app(ingest, unknown, [metrics.route, *routes], access.tokens)
+    app = build_app(ingest, unknown, [metrics_route(ingest, watch), *routes], access.tokens)
     http = HttpServer(app, listener, access.tls)
     return Receiver(ingest, watch, grpc, config.grpc._replace(port=port), http, config.http._replace(port=http_port))
 
 
-def _ingest(config: ServeConfig, journal: JournalWriter) -> Ingest:
+def reserve(flag: str, address: Address) -> socket.socket:
+    """A socket that keeps a port, or a free one for port 0, for workers that listen on it together.
+
+    ListenError if the address cannot be had, or if somebody listens there.
+    """
+    with _listen(flag, address) as probe:
+        family, name = probe.family, probe.getsockname()
+    try:
+        kept = socket.socket(family)
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        kept.bind(name)
+    except OSError as error:
+        raise ListenError(f"{flag} {address} cannot be listened on: {error.strerror}") from error
+    return kept
+
+
+def check_access(config: ServeConfig, grpc_host: str, http_host: str) -> None:
+    """What workers have done for them once: ConfigError if files of TLS or tokens cannot be used, and the warning."""
+    access_of(config).warn_if_open([(grpc_host, config.grpc), (http_host, config.http)])
+
+
+def _ingest(config: ServeConfig, journal: JournalWriter, figures: Figures) -> Ingest:
     headers = [(name.strip(), value) for name, _, value in (header.partition("=") for header in config.forward_headers)]
-    forwarder = Forwarder(config.forward, config.forward_queue_mib << 20, headers) if config.forward else None
-    return Ingest(journal, config.max_message_mib << 20, config.max_inflight_mib << 20, forwarder)
+    queue = (config.forward_queue_mib << 20) // config.workers
+    forwarder = Forwarder(config.forward, queue, headers, figures) if config.forward else None
+    message = config.max_message_mib << 20
+    return Ingest(journal, message, max(message, (config.max_inflight_mib << 20) // config.workers), forwarder, figures)
 
 
-def _listen(flag: str, address: Address) -> socket.socket:
-    """A listening socket that is alone on its port."""
+def _listen(flag: str, address: Address, *, shared: bool = False) -> socket.socket:
+    """A listening socket, alone on its port unless that is `shared`."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, name = min(found, key=lambda info: info[0] != socket.AF_INET)
-        return socket.create_server(name, family=family, backlog=1024)
+        return socket.create_server(name, family=family, backlog=1024, reuse_port=shared)
     except OSError as error:
         # socket adds the address to the system's words.
         cause = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)

@@ -26,7 +26,6 @@ _TURN_S: Final = 3.0
 """So long a request waits for its turn to be received; senders give up after 5 s or more."""
 _MINUTE_MS: Final = 60_000
 OPTIONS: Final[dict[str, int]] = {
-    "grpc.so_reuseport": 0,  # a busy port is an error, not a second server that gets half of the requests
     "grpc.per_message_decompression": 0,  # ours is bounded; grpc's decompressed whole messages until 2026
     # Senders that ping often are not sent away, as they are by default for more than a ping in 5 minutes.
     "grpc.http2.max_ping_strikes": 0,
@@ -55,9 +54,12 @@ _grpc: Any = grpc
 _CODES: Final[dict[int, Any]] = {code.value[0]: code for code in _grpc.StatusCode}
 
 
-def start(ingest: Ingest, address: Address, access: Access) -> tuple[Any, int]:
-    """The running grpc.Server for traces, logs and metrics, and its port. ListenError if `address` cannot be had."""
-    options = OPTIONS | {"grpc.max_receive_message_length": ingest.max_message_bytes}
+def start(ingest: Ingest, address: Address, access: Access, *, shared: bool) -> tuple[Any, int]:
+    """The running grpc.Server for traces, logs and metrics, and its port, which may be `shared` with other processes.
+
+    ListenError if `address` cannot be had.
+    """
+    options = OPTIONS | {"grpc.max_receive_message_length": ingest.max_message_bytes, "grpc.so_reuseport": int(shared)}
     server = _grpc.server(
         ThreadPoolExecutor(_THREADS, thread_name_prefix="spanmill-grpc"),
         options=list(options.items()),

@@ -1,32 +1,37 @@
-"""`spanmill serve`: the receiver in this process, the indexer in a second one, which is started again if it dies."""
+"""`spanmill serve`: receivers, and the indexer in a process of its own; whatever dies is started again.
+
+One worker receives in this process. Several are processes of their own, which share the two ports (SO_REUSEPORT) and
+each have a part of the journal; this process then only looks after them.
+"""
 
 import logging
-import pickle
+import os
 import resource
-import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
-from typing import IO
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, Protocol
 
-from spanmill.collector.config import ServeConfig
-from spanmill.collector.journal import JournalWriter
+from spanmill.collector import worker
+from spanmill.collector.child import Child
+from spanmill.collector.config import Address, ServeConfig
+from spanmill.collector.figures import shared_memory
+from spanmill.collector.journal import LOCK_S, JournalWriter, lock, seal
 from spanmill.collector.logs import logging_to_stderr
-from spanmill.collector.receive import Receiver, start_receiver
-from spanmill.errors import DatasetError
+from spanmill.collector.receive import Receiver, check_access, reserve, start_receiver
+from spanmill.errors import DatasetError, JournalError
 
 _log = logging.getLogger(__name__)
 
-_FILES = 65_536
-POLL_S = 0.2
-RESTART_S = (0.5, 30.0)
-"""The first and the longest wait before a dead indexer is started again; it doubles after each that lived shorter."""
-START_S = 120.0
+_FILES: Final = 65_536
+POLL_S: Final = 0.2
+START_S: Final = 120.0
 """The longest that opening a dataset may take, with the wait for the indexer of a service that was killed."""
+_LOCK_NAME: Final = "service.lock"
 
 
 def serve(config: ServeConfig) -> int:
@@ -37,42 +42,150 @@ def serve(config: ServeConfig) -> int:
     """
     stop = threading.Event()
     _allow_files()
-    with logging_to_stderr(config.log_format), _stopping(stop), JournalWriter(config.journal_folder) as journal:
-        indexer = _Indexer(config)
+    with logging_to_stderr(config.log_format), _stopping(stop), _alone(config.journal_folder), ExitStack() as open_now:
+        seal(config.journal_folder, config.workers)
+        indexer = Child("the indexer", "spanmill.collector.indexer", config, "the journal goes on")
+        open_now.callback(indexer.kill)
+        receivers = open_now.enter_context(_receivers(config))
         try:
-            receiver = start_receiver(config, journal)
-            receiver.unready("the indexer starts")
-            try:
-                indexer.await_ready()
-                receiver.unready(None)
-                print(
-                    f"spanmill ready grpc={receiver.grpc_address} http={receiver.http_address} out={config.out}",
-                    flush=True,
-                )
-                _watch(indexer, receiver, stop)
-            finally:
-                deadline = time.monotonic() + config.drain_timeout
-                receiver.stop(config.drain_timeout)
-            journal.close()
-            indexer.drain(deadline)
+            receivers.unready("the indexer starts")
+            receivers.await_ready()
+            failure = indexer.await_ready(START_S)
+            if failure:
+                raise DatasetError(failure)
+            receivers.unready(None)
+            grpc, http = receivers.addresses
+            print(f"spanmill ready grpc={grpc} http={http} out={config.out}", flush=True)
+            while not stop.wait(POLL_S):
+                receivers.unready(None if indexer.keep_up() else "the indexer has died")
+                receivers.keep_up()
         finally:
-            indexer.kill()
+            deadline = time.monotonic() + config.drain_timeout
+            receivers.stop(deadline)
+        indexer.send(b"drain")
+        failure = indexer.end(deadline)
+        if failure:
+            _log.warning("%s; the next start writes the rest from the journal", failure)
     return 0
 
 
-def _watch(indexer: "_Indexer", receiver: Receiver, stop: threading.Event) -> None:
-    """Until the service is told to stop, start the indexer again whenever it has died."""
-    wait = RESTART_S[0]
-    while not stop.wait(POLL_S):
-        if not indexer.dead:
-            receiver.unready(None)
-            continue
-        receiver.unready("the indexer has died")
-        wait = min(2 * wait, RESTART_S[1]) if indexer.age_s < wait else RESTART_S[0]
-        _log.warning("the indexer has died%s; it starts again in %g s; the journal goes on", indexer.last_words, wait)
-        if stop.wait(wait):
-            return
-        indexer.start()
+class _Receivers(Protocol):
+    """What receives, in this process or in others."""
+
+    addresses: tuple[Address, Address]
+    """Of gRPC and HTTP, with the ports that were bound."""
+
+    def await_ready(self) -> None: ...
+
+    def unready(self, reason: str | None) -> None: ...
+
+    def keep_up(self) -> None: ...
+
+    def stop(self, deadline: float) -> None: ...
+
+
+@contextmanager
+def _receivers(config: ServeConfig) -> Generator[_Receivers]:
+    if config.workers == 1:
+        with JournalWriter(config.journal_folder, wait_s=LOCK_S) as journal:
+            yield _Here(start_receiver(config, journal), journal)
+        return
+    with reserve("--grpc", config.grpc) as grpc, reserve("--http", config.http) as http:
+        check_access(config, grpc.getsockname()[0], http.getsockname()[0])
+        ports = replace(
+            config,
+            grpc=config.grpc._replace(port=grpc.getsockname()[1]),
+            http=config.http._replace(port=http.getsockname()[1]),
+        )
+        workers = _Workers(ports)
+        try:
+            yield workers
+        finally:
+            workers.kill()
+
+
+class _Here:
+    """The receiver of a service with one worker."""
+
+    def __init__(self, receiver: Receiver, journal: JournalWriter) -> None:
+        self._receiver = receiver
+        self._journal = journal
+        self.addresses = receiver.grpc_address, receiver.http_address
+
+    def await_ready(self) -> None:
+        pass
+
+    def unready(self, reason: str | None) -> None:
+        self._receiver.unready(reason)
+
+    def keep_up(self) -> None:
+        pass
+
+    def stop(self, deadline: float) -> None:
+        self._receiver.stop(max(0.0, deadline - time.monotonic()))
+        self._journal.close()
+
+
+class _Workers:
+    """The receivers of a service with several."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.addresses = config.grpc, config.http
+        self._said: str | None = None
+        self._figures = shared_memory(config.workers)
+        self._workers = [
+            Child(
+                f"worker {number}",
+                "spanmill.collector.worker",
+                worker.Setup(config, number, self._figures),
+                "the others go on",
+                [self._figures],
+            )
+            for number in range(config.workers)
+        ]
+        self._running = [True] * config.workers
+
+    def await_ready(self) -> None:
+        for one in self._workers:
+            failure = one.await_ready(START_S)
+            if failure:
+                raise JournalError(failure)
+
+    def unready(self, reason: str | None) -> None:
+        if reason != self._said:
+            self._said = reason
+            for one in self._workers:
+                one.send(worker.unready(reason))
+
+    def keep_up(self) -> None:
+        for number, one in enumerate(self._workers):
+            running = one.keep_up()
+            if running and not self._running[number]:
+                one.send(worker.unready(self._said))
+            self._running[number] = running
+
+    def stop(self, deadline: float) -> None:
+        for one in self._workers:
+            one.send(worker.DRAIN)
+        for one in self._workers:
+            failure = one.end(deadline + 1)
+            if failure:
+                _log.warning("%s; what it has acknowledged is in the journal", failure)
+
+    def kill(self) -> None:
+        for one in self._workers:
+            one.kill()
+        os.close(self._figures)
+
+
+@contextmanager
+def _alone(folder: Path) -> Generator[None]:
+    """Other services keep away from a journal: JournalError if one has it."""
+    fd = lock(folder, _LOCK_NAME)
+    try:
+        yield
+    finally:
+        os.close(fd)
 
 
 def _allow_files() -> None:
@@ -93,77 +206,3 @@ def _stopping(stop: threading.Event) -> Generator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-
-
-class _Indexer:
-    """The second process. When this one is gone, however it went, the pipe to it closes and it ends by itself."""
-
-    def __init__(self, config: ServeConfig) -> None:
-        self._config = config
-        self.start()
-
-    def start(self) -> None:
-        """Start it."""
-        command = [sys.executable, "-m", "spanmill.collector.indexer"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._started = time.monotonic()
-        config = pickle.dumps(self._config)
-        self._send(len(config).to_bytes(4) + config)
-
-    @property
-    def dead(self) -> bool:
-        """Whether it has ended."""
-        return self._process.poll() is not None
-
-    @property
-    def age_s(self) -> float:
-        """How long ago it was started."""
-        return time.monotonic() - self._started
-
-    @property
-    def last_words(self) -> str:
-        """Why it ended, if it said so."""
-        said = self._output.read().decode(errors="replace").removeprefix("ready\n").strip()
-        return f": {said}" if said else f" (exit code {self._process.returncode})"
-
-    def await_ready(self) -> None:
-        """Return when it has opened everything. DatasetError if it could not."""
-        readable, _, _ = select.select([self._output], [], [], START_S)
-        if not readable:
-            raise DatasetError(f"the dataset {self._config.out} could not be opened within {START_S:g} s")
-        line = self._output.readline().decode().strip()
-        if line != "ready":
-            raise DatasetError(line or f"the indexer ended with exit code {self._process.wait()} before it was ready")
-
-    def drain(self, deadline: float) -> None:
-        """Have it write what the journal holds, and end, until `deadline`; the next start writes the rest."""
-        self._send(b"drain")
-        try:
-            code = self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            _log.warning("the time to drain is over; the next start writes the rest from the journal")
-        else:
-            if code:
-                _log.warning("the indexer has died%s; the next start writes the rest from the journal", self.last_words)
-
-    def kill(self) -> None:
-        """End it at once; nothing is lost by that."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
-
-    def _send(self, data: bytes) -> None:
-        # A broken pipe says that it has died, which is seen where its end is waited for.
-        with suppress(BrokenPipeError):
-            if self._process.stdin is not None:
-                self._process.stdin.write(data)
-                self._process.stdin.flush()
-
-    @property
-    def _output(self) -> IO[bytes]:
-        if self._process.stdout is None:
-            raise ValueError("the indexer was started without a pipe for its output")
-        return self._process.stdout

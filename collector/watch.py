@@ -64,7 +64,7 @@ class Watch:
         before, reason = self._ingest.refusing, self._reason()
         self._ingest.refusing = reason
         if self._config.min_free_mib:
-            self._ingest.room = self.state.free_bytes - (self._config.min_free_mib << 20)
+            self._ingest.room = (self.state.free_bytes - (self._config.min_free_mib << 20)) // self._config.workers
         if reason and not before:
             _log.warning("requests are refused: %s", reason)
         elif before and not reason:

@@ -12,7 +12,6 @@ from served import QUICK, Served, alive, wait_for
 
 from spanmill.collector.build import build
 from spanmill.collector.config import Address, BuildConfig, ServeConfig
-from spanmill.collector.journal import JournalWriter
 from spanmill.collector.service import serve
 from spanmill.errors import DatasetError, JournalError, ListenError
 from spanmill.triplets.writer import DatasetWriter
@@ -120,9 +119,9 @@ def config(out: Path, journal: Path | None = None, http: Address = FREE) -> Serv
 
 def test_a_journal_has_one_service(tmp_path: Path) -> None:
     """A second service on a journal does not start, and says which process writes it."""
-    with JournalWriter(tmp_path / "out" / ".journal"), pytest.raises(JournalError) as caught:
+    with Served(tmp_path / "out") as service, pytest.raises(JournalError) as caught:
         serve(config(tmp_path / "out"))
-    expected = f"journal {tmp_path}/out/.journal is written by another spanmill (process {os.getpid()})"
+    expected = f"journal {tmp_path}/out/.journal is written by another spanmill (process {service.process.pid})"
     assert expected == str(caught.value)
 
 
