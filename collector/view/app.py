@@ -30,6 +30,7 @@ from spanmill.collector.access import Tokens
 from spanmill.collector.view import pages
 from spanmill.collector.view.data import Data
 from spanmill.collector.view.strips import TextOf, load_tokenizer
+from spanmill.collector.view.text import visible
 from spanmill.errors import DatasetError, ListenError
 
 _log = logging.getLogger(__name__)
@@ -43,8 +44,6 @@ _HEADERS: Final = {
 }
 _AT_ONCE: Final = 2
 """Pages that are made at the same time: the receiver in the same process has the other cores."""
-_CONTROL: Final = {n: f"\\u{n:04x}" for n in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C)}
-"""Changes of direction, by which a text can show in another order than it has."""
 
 
 def view_routes(dataset: Path, text_of: TextOf | None = None, open_to_pages: bool = False) -> list[BaseRoute]:
@@ -235,9 +234,7 @@ def _shown(value: Any) -> Any:
     """Any value as the page has it: nothing for None, and no character that changes the order of others."""
     if value is None:
         return ""
-    if isinstance(value, str) and not hasattr(value, "__html__") and not value.isascii():
-        return value.translate(_CONTROL)
-    return value
+    return visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def _address(path: str, query: Mapping[str, Any] | None = None, **changes: Any) -> str:

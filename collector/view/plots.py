@@ -1,5 +1,6 @@
 """Plots as SVG, drawn on the server. Their colours are those of the page's stylesheet: pygal's own are left out."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -7,6 +8,11 @@ from xml.etree.ElementTree import SubElement, tostring
 
 import pygal  # pyright: ignore[reportMissingTypeStubs]
 from markupsafe import Markup
+
+from spanmill.collector.view.text import visible
+
+# pygal hangs an importer of its plugins, which are not used, into this process; Python warns of such old ones.
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "pygal"]
 
 
 def _label(value: float) -> str:
@@ -59,7 +65,7 @@ def rewards_by_version(points: Sequence[tuple[str, int, float]]) -> Markup | Non
     if not points:
         return None
     chart: Any = pygal.Line(**_OPTIONS, x_labels_major_count=8, show_minor_x_labels=False, dots_size=3)
-    chart.x_labels = [version[:20] for version, _, _ in points[-40:]]
+    chart.x_labels = [visible(version[:20]) for version, _, _ in points[-40:]]
     chart.add("mean reward", [{"value": mean, "label": f"{count} rollouts"} for _, count, mean in points[-40:]])
     return _rendered(chart, "mean reward by policy version")
 
@@ -70,7 +76,7 @@ def group_rewards(rewards: Sequence[tuple[str, float | None]]) -> Markup | None:
         return None
     chart: Any = pygal.Bar(**_OPTIONS, spacing=4)
     chart.x_labels = [str(number) for number in range(len(rewards))]
-    chart.add("reward", [{"value": reward, "label": name} for name, reward in rewards])
+    chart.add("reward", [{"value": reward, "label": visible(name)} for name, reward in rewards])
     return _rendered(chart, "rewards of the group")
 
 
