@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from spanmill.collector import journal
+from spanmill.collector import atif, journal
 from spanmill.collector.framing import (
     UnknownFormatError,
     json_kind,
@@ -46,9 +46,10 @@ class Request(NamedTuple):
 def read_requests(path: Path) -> Iterator[Request]:
     """The OTLP requests that a file or folder holds, in their order.
 
-    A file holds OTLP/JSON lines, or protobuf requests with a length before each (4 bytes big-endian, or a varint) or
-    one alone; it may be compressed by gzip or zstd. Content decides, not the name. A folder with journal segments is
-    read as a journal, whose records of other kinds come too; other folders are read file by file, sorted by name.
+    A file holds OTLP/JSON lines, ATIF documents (one, or one a line), or protobuf requests with a length before each (4
+    bytes big-endian, or a varint) or one alone; it may be compressed by gzip or zstd. Content decides, not the name. A
+    folder with journal segments is read as a journal, whose records of other kinds come too; other folders are read
+    file by file, sorted by name.
 
     What is passed over is logged: a last request that was cut, and files of a folder that are not OTLP. A request
     that does not parse is handed on, for its reader to count. Raises InputError if there is nothing to read, the
@@ -128,24 +129,32 @@ def _json_requests(path: Path, stream: BufferedReader) -> Iterator[Request]:
             continue
         if usual is None and line.strip() == b"{":  # one request, written over many lines
             line += stream.read()
-        kind = json_kind(line) or usual
+        kind = json_kind(line)
+        document = _json(line) if kind is None else None
+        if atif.is_atif(document):
+            usual = Kind.TRACES_JSON
+            yield from starmap(Request, atif.records(cast("dict[str, Json]", document)))
+            continue
+        kind = kind or usual
         if kind is None:
-            if _suffix(path) in _LINES and not _is_json(line):
+            if _suffix(path) in _LINES and document is None:
                 raise InputError(f"{path} is damaged: its first line is no whole JSON object")
-            raise UnknownFormatError(f"{path} holds JSON, but not OTLP: no resourceSpans or resourceLogs at its start")
-        if usual is not None and not line.endswith(b"\n") and not _is_json(line):
+            raise UnknownFormatError(
+                f"{path} holds JSON, but neither OTLP (no resourceSpans or resourceLogs at its start) nor ATIF"
+            )
+        if usual is not None and not line.endswith(b"\n") and _json(line) is None:
             warn_once(f"{path} ends within a line, which is left out")
             return
         usual = kind
         yield Request(kind, line)
 
 
-def _is_json(line: bytes) -> bool:
+def _json(line: bytes) -> Json:
+    """The value of a JSON text; None if it is none."""
     try:
-        json.loads(line.decode("utf-8-sig", "replace"))
+        return json.loads(line.decode("utf-8-sig", "replace"))
     except (ValueError, RecursionError):
-        return False
-    return True
+        return None
 
 
 def read_rewards(path: Path) -> Iterator[Reward]:

@@ -2,10 +2,12 @@
 
 from typing import Final
 
+from spanmill import semconv as sc
 from spanmill.adapters.dialects import genai
+from spanmill.adapters.dialects.spanmill import policy_runs
 from spanmill.adapters.messages import as_object, as_objects
 from spanmill.adapters.raw import entries
-from spanmill.adapters.values import Fault, Ids, logprobs, parse_json, text, token_ids
+from spanmill.adapters.values import Fault, Ids, integer, logprobs, parse_json, text, token_ids
 from spanmill.triplets.records import Attributes, Call, Json, Logprobs, Span, TokenIds
 
 PROMPT: Final = ("gen_ai.response.prompt_token_ids", "openjiuwen.gen_ai.response.prompt_token_ids")
@@ -31,8 +33,13 @@ def read(span: Span) -> list[Call]:
     calls = genai.read_as(span, "atif", content)
     call = calls[0]
     call.source = "client" if response.ids is not None else "text"
+    call.choice = integer(a.get(sc.CHOICE_INDEX)) or call.choice
     call.prompt_token_ids, call.response_token_ids, call.response_logprobs = prompt.ids, response.ids, probs
-    call.faults += tuple(f for f in (prompt.fault, response.fault) if f is not None) + faults
+    runs, runs_fault = policy_runs(a)
+    call.policy_versions = runs
+    call.logprobs_mode = text(a.get(sc.LOGPROBS_MODE))
+    call.stop_reason = text(a.get(sc.STOP_REASON))
+    call.faults += tuple(f for f in (prompt.fault, response.fault, runs_fault) if f is not None) + faults
     reasoning = text(a.get(REASONING))
     if reasoning:
         call.response = {"role": "assistant", "content": None, **(call.response or {}), "reasoning_content": reasoning}

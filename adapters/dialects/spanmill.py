@@ -38,7 +38,7 @@ def read(span: Span) -> list[Call]:
     call.stop_reason = text(a.get(sc.STOP_REASON))
     call.routed_experts = _experts(a)
     call.policy_version = text(a.get(sc.POLICY_VERSION))
-    runs, runs_fault = _runs(a)
+    runs, runs_fault = policy_runs(a)
     call.policy_versions = runs
     call.multimodal, media_fault = _json(a, sc.PROMPT_MULTIMODAL)
     faults = (prompt.fault, response.fault, probs.fault, runs_fault, media_fault)
@@ -67,7 +67,7 @@ def _json(attributes: Attributes, name: str) -> tuple[Json, Fault | None]:
         return None, ("truncated_attribute", f"{name}: JSON that does not parse ({e})")
 
 
-def _runs(attributes: Attributes) -> tuple[tuple[PolicyRun, ...], Fault | None]:
+def policy_runs(attributes: Attributes) -> tuple[tuple[PolicyRun, ...], Fault | None]:
     """Runs of policy versions over the response; whether they fit it is checked with the ids."""
     raw = text(attributes.get(sc.POLICY_VERSIONS))
     if raw is None:

@@ -6,7 +6,7 @@ reads these documents again.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import datetime
 from itertools import groupby
 from operator import itemgetter
@@ -78,14 +78,18 @@ def _trajectory(calls: list[Call]) -> dict[str, Any]:
 
 
 def _steps(calls: Iterable[Call]) -> list[dict[str, Any]]:
+    """A step for each call and each message that came between; where messages do not go on, they are told anew."""
     steps: list[dict[str, Any]] = []
-    seen = 0
+    told: list[Any] = []
+    """The roles of the messages so far."""
     for call in calls:
         messages = parsed(call["messages"])
-        for message in messages[seen:] if len(messages) >= seen else messages:
+        roles = [message.get("role") for message in messages]
+        restart = roles[: len(told)] != told
+        for message in messages if restart else messages[len(told) :]:
             _add_message(steps, message)
-        seen = len(messages) + 1
-        steps.append(_inference(call))
+        told = [*roles, "assistant"]
+        steps.append(_inference(call, restart))
     return steps
 
 
@@ -126,13 +130,12 @@ def _spoken(message: Message) -> dict[str, Any]:
     }
 
 
-def _inference(call: Call) -> dict[str, Any]:
+def _inference(call: Call, restart: bool) -> dict[str, Any]:
     response = json.loads(call["response"]) if call["response"] else None
-    started: datetime = call["started_at"]
     prompt, sampled = call["prompt_token_ids"], call["response_token_ids"]
     return {
         **_spoken(response if isinstance(response, dict) else {}),
-        "timestamp": started.isoformat(timespec="microseconds"),
+        "timestamp": _iso(call["started_at"]),
         "model_name": call["model"],
         "llm_call_count": 1,
         "is_copied_context": None if call["trained"] else True,
@@ -143,8 +146,15 @@ def _inference(call: Call) -> dict[str, Any]:
             "completion_token_ids": sampled,
             **({} if call["response_logprobs"] is None else {"logprobs": call["response_logprobs"]}),
         },
-        "extra": {EXTRA: {name: call[name] for name in _CALL} | {"response": response}},
+        "extra": {
+            EXTRA: {name: call[name] for name in _CALL}
+            | {"ended_at": _iso(call["ended_at"]), "response": response, "restart": restart}
+        },
     }
+
+
+def _iso(time: datetime) -> str:
+    return time.isoformat(timespec="microseconds")
 
 
 def _object(text: str | None) -> dict[str, Any]:
@@ -158,13 +168,6 @@ def _object(text: str | None) -> dict[str, Any]:
 
 def _without_nulls(step: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in step.items() if value is not None}
-
-
-def all_trajectories(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A document's trajectories: itself and those below it."""
-    yield document
-    for below in document.get("subagent_trajectories") or ():
-        yield from all_trajectories(below)
 
 
 TARGETS: Final = (

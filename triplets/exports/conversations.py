@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pyarrow as pa
 
@@ -32,32 +32,35 @@ Message = dict[str, Any]
 
 
 def parsed(text: str | None) -> list[Message]:
-    """The messages of a JSON text."""
-    found = json.loads(text) if text else []
-    return [message for message in found if isinstance(message, dict)] if isinstance(found, list) else []
+    """The objects of a JSON text: the messages of a conversation, or tools."""
+    return _objects(json.loads(text) if text else None)
 
 
-def text_of(content: object) -> str | None:
+def _objects(found: Any) -> list[Message]:
+    items = cast("list[Any]", found) if isinstance(found, list) else []
+    return [item for item in items if isinstance(item, dict)]
+
+
+def text_of(content: Any) -> str | None:
     """A message's content as text: parts that are no text are given as the JSON that they are."""
     if content is None or isinstance(content, str):
         return content
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "".join(part["text"] for part in content)
+    parts = _objects(content)
+    if parts and len(parts) == len(content) and all(isinstance(part.get("text"), str) for part in parts):
+        return "".join(part["text"] for part in parts)
     return json.dumps(content, ensure_ascii=False)
 
 
 def calls_of(message: Message) -> list[Message]:
     """A message's tool calls with all their keys."""
-    calls = message.get("tool_calls")
-    found = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    functions = [call.get("function") if isinstance(call.get("function"), dict) else {} for call in found]
     return [
         {
             "id": call.get("id"),
             "type": call.get("type") or "function",
             "function": {"name": function.get("name"), "arguments": _arguments(function.get("arguments"))},
         }
-        for call, function in zip(found, functions, strict=True)
+        for call in _objects(message.get("tool_calls"))
+        for function in _objects([call.get("function")]) or [{}]
     ]
 
 
@@ -80,11 +83,6 @@ def _row(message: Message) -> Message:
         "tool_call_id": message.get("tool_call_id"),
         "name": message.get("name"),
     }
-
-
-def prompt_messages(text: str | None) -> list[Message]:
-    """The messages of a request."""
-    return parsed(text)
 
 
 def _sft(rows: Any, fill: Fill) -> Any:

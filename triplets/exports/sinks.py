@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ SHARD_ROWS: Final = 4096
 
 
 @contextmanager
-def safe_output(path: Path) -> Iterator[Path]:
+def safe_output(path: Path) -> Generator[Path]:
     """A path beside `path` to write to; what is there at the end is moved to `path`, after an error it is removed.
 
     Raises ExportError if `path` exists or its folder does not.
@@ -52,7 +52,7 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def parquet(path: Path, fill: Fill) -> Iterator[Write]:
+def parquet(path: Path, fill: Fill) -> Generator[Write]:
     """One Parquet file, a row group for each batch."""
     writer: Any = None
 
@@ -70,21 +70,21 @@ def parquet(path: Path, fill: Fill) -> Iterator[Write]:
 
 
 @contextmanager
-def json_lines(path: Path, fill: Fill) -> Iterator[Write]:
+def json_lines(path: Path, fill: Fill) -> Generator[Write]:
     """One file, a JSON object for each row with its columns as keys."""
     with path.open("wb") as file:
         yield lambda rows: pl.DataFrame(rows).write_ndjson(file)
 
 
 @contextmanager
-def json_texts(path: Path, fill: Fill) -> Iterator[Write]:
+def json_texts(path: Path, fill: Fill) -> Generator[Write]:
     """One file, a line for each row: the JSON text in its only column."""
     with path.open("w", encoding="utf-8") as file:
         yield lambda rows: file.writelines(f"{text}\n" for text in rows.column(0).to_pylist())
 
 
 @contextmanager
-def msgpack(path: Path, fill: Fill) -> Iterator[Write]:
+def msgpack(path: Path, fill: Fill) -> Generator[Write]:
     """A folder of files, each one msgpack array of rows, which are arrays of their columns' values."""
     from msgspec.msgpack import Encoder
 
@@ -124,8 +124,8 @@ def _tensors(
     left: tuple[str, ...],
     texts: tuple[str, ...],
     finish: Callable[[Arrays], Arrays] | None,
-) -> Iterator[Write]:
-    from safetensors.numpy import save_file
+) -> Generator[Write]:
+    from safetensors.numpy import save
 
     path.mkdir()
     files = _numbered(path, "safetensors")
@@ -138,7 +138,7 @@ def _tensors(
                 if name not in texts
             }
             said = {name: json.dumps(shard.column(name).to_pylist()) for name in texts}
-            save_file(finish(arrays) if finish else arrays, next(files), said)
+            next(files).write_bytes(save(finish(arrays) if finish else arrays, said))
 
     yield write
 

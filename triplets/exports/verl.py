@@ -6,7 +6,7 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from spanmill.triplets.exports.conversations import messages_column, prompt_messages
+from spanmill.triplets.exports.conversations import messages_column, parsed
 from spanmill.triplets.exports.sinks import Arrays, json_lines, parquet, tensors
 from spanmill.triplets.exports.target import Fill, Target
 from spanmill.triplets.exports.tokens import Ragged, prompt_part, response_part, splits, version_span
@@ -83,7 +83,7 @@ def _prompts(rows: Any, fill: Fill) -> Any:
     return pa.table(
         {
             "data_source": pa.array([str(one.get("data_source", "spanmill")) for one in known]),
-            "prompt": messages_column([prompt_messages(text) for text in rows.column("messages").to_pylist()]),
+            "prompt": messages_column([parsed(text) for text in rows.column("messages").to_pylist()]),
             "ability": pa.array([_text(one.get("ability")) for one in known], pa.string()),
             "reward_model": pa.array(
                 [{"style": "rule", "ground_truth": _text(one.get("ground_truth"))} for one in known],
