@@ -1,11 +1,15 @@
 """What an OpenAI-compatible answer says of each of its choices: chat and completions, as objects or as dicts.
 
-Only what the answer holds is taken: `return_token_ids` and `logprobs` must have been asked for.
+vLLM and SGLang put ids in different places. Only what the answer holds is taken: `return_token_ids` and `logprobs` must
+have been asked for.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
+
+UNNAMED: Final = "default"
+"""What vLLM and SGLang call weights that nobody gave a version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,10 @@ class Choice:
     """The assistant message in OpenAI chat shape."""
     policy_versions: list[dict[str, Any]] | None = None
     """Runs over (R,): {"version", "start", "length"}."""
+    policy_version: str | None = None
+    """Of the weights that sampled the last token."""
+    response_id: str | None = None
+    """Of this choice alone, where the server gives each its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +57,9 @@ def read_answer(response: Any) -> Answer:
     if not isinstance(choices, (list, tuple)):
         raise TypeError(f"expected an answer with choices, found {type(response).__name__}")
     items = cast("list[Any]", choices)
-    prompt_ids = _get(response, "prompt_token_ids")
     usage = _get(response, "usage")
     return Answer(
-        choices=[_choice(item, position, prompt_ids) for position, item in enumerate(items)],
+        choices=[_choice(item, position, response) for position, item in enumerate(items)],
         response_id=_get(response, "id"),
         model=_get(response, "model"),
         prompt_tokens=_get(usage, "prompt_tokens"),
@@ -61,22 +68,38 @@ def read_answer(response: Any) -> Answer:
     )
 
 
-def _choice(source: Any, position: int, prompt_ids: Any) -> Choice:
-    own_prompt = _get(source, "prompt_token_ids")
-    index = _get(source, "index")
+def _choice(source: Any, position: int, response: Any) -> Choice:
+    own = _get(source, "index")
+    index = position if own is None else int(own)
+    ext, metadata = _get(response, "sglext"), _get(response, "metadata") if position == 0 else None
+    ids = _first(_get(source, "token_ids"), _get(source, "response_token_ids"))
+    logprobs = _logprobs(_get(source, "logprobs"))
+    if ids is None and isinstance(listed := _get(ext, "output_ids"), list) and index < len(cast("list[Any]", listed)):
+        ids = cast("list[Any]", listed)[index]
+        if logprobs is not None and len(logprobs) != len(ids):
+            logprobs = None  # SGLang streams none for tokens that show no text: a list with a hole is not a list
+    version = _first(_get(source, "weight_version"), _get(metadata, "weight_version"))
     message = _get(source, "message")
     text = _get(source, "text")
     if message is None and isinstance(text, str):
         message = {"role": "assistant", "content": text}
     return Choice(
-        index=position if index is None else int(index),
-        prompt_token_ids=prompt_ids if own_prompt is None else own_prompt,
-        response_token_ids=_get(source, "token_ids"),
-        logprobs=_logprobs(_get(source, "logprobs")),
+        index=index,
+        prompt_token_ids=_first(
+            _get(source, "prompt_token_ids"), _get(response, "prompt_token_ids"), _get(ext, "input_ids")
+        ),
+        response_token_ids=ids,
+        logprobs=logprobs,
         finish_reason=_get(source, "finish_reason"),
         message=message,
-        policy_versions=_policy_versions(_get(source, "weight_versions")),
+        policy_versions=_policy_versions(_first(_get(source, "weight_versions"), _get(metadata, "weight_versions"))),
+        policy_version=None if version in (None, UNNAMED) else str(version),
+        response_id=_get(source, "response_id"),
     )
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
 
 
 def _logprobs(source: Any) -> list[Any] | None:
@@ -92,8 +115,10 @@ def _logprobs(source: Any) -> list[Any] | None:
 
 
 def _policy_versions(source: Any) -> list[dict[str, Any]] | None:
-    """Runs from `weight_versions`, in which vLLM states `[start, end)` over the response tokens."""
+    """Runs from `weight_versions`, in which the server states `[start, end)` over the response tokens."""
     if not isinstance(source, (list, tuple)) or not source:
+        return None
+    if all(_get(s, "version") == UNNAMED for s in cast("list[Any]", source)):
         return None
     runs = ((str(_get(s, "version")), int(_get(s, "start")), int(_get(s, "end"))) for s in cast("list[Any]", source))
     return [{"version": version, "start": start, "length": end - start} for version, start, end in runs]

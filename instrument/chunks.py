@@ -14,6 +14,8 @@ class Chunks:
 
     def add(self, chunk: Object) -> None:
         """Add the next chunk; what comes twice (usage, prompt ids of each choice) is taken once."""
+        if isinstance(chunk.get("sglext"), dict):
+            self._whole["sglext"] = {**chunk["sglext"]}  # of the chunk's own it may be taken out again
         for name in ("id", "model", "usage", "prompt_token_ids"):
             if chunk.get(name) is not None and (name == "usage" or name not in self._whole):
                 self._whole[name] = chunk[name]

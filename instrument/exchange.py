@@ -10,12 +10,13 @@ from typing import Any, Final, cast
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from spanmill.instrument import identity, provider
-from spanmill.instrument.asking import CHAT, COMPLETIONS, is_empty_chunk, missing, strip
+from spanmill.instrument import asking, identity, provider, sglang
+from spanmill.instrument.asking import CHAT, COMPLETIONS, missing, named_in
 from spanmill.instrument.calls import Attributes, Call
 from spanmill.instrument.chunks import Chunks
 from spanmill.instrument.replies import Reply, request_of
 from spanmill.instrument.reports import guarded
+from spanmill.instrument.sglang import GENERATE, STREAMED
 
 Object = dict[str, Any]
 
@@ -41,10 +42,10 @@ class Exchange:
         self.route = route
         self.added: Object = {}
         self.body = body
-        self._chunks: Chunks | Reply = Chunks() if route in (CHAT, COMPLETIONS) else Reply(route)
+        self._chunks = _chunks(route, body)
         self._streamed = False
         self._ended = True
-        operation = "text_completion" if route == COMPLETIONS else "chat"
+        operation = "text_completion" if route in (COMPLETIONS, GENERATE) else "chat"
         self._around = provider.ambient() if around is None else around
         self._call = Call(request_of(route, body), operation, capture=capture, others=others)
         self._inside = self._call.begin(self._around)
@@ -52,7 +53,25 @@ class Exchange:
 
     def ask(self, refused: set[str]) -> None:
         """Ask for ids and logprobs, but for the fields that the server is known to refuse."""
-        self.added = {name: value for name, value in missing(self.route, self.body).items() if name not in refused}
+        added = sglang.missing(self.body) if self.route == GENERATE else missing(self.route, self.body)
+        if STREAMED in refused:
+            added = sglang.instead(self.route, self.body, added)
+        self.added = {name: value for name, value in added.items() if name not in refused}
+
+    def refuse(self, message: str, refused: set[str]) -> bool:
+        """Note which of the added fields the server refuses in `message`; whether the request is to go out again.
+
+        Then it goes with what is in `added` now: nothing, or what the server takes in their place.
+        """
+        if sglang.REFUSAL in message and STREAMED not in refused:
+            refused.add(STREAMED)
+            self.ask(refused)
+            return True
+        named = named_in(message, self.added)
+        refused |= named
+        if named:
+            self.added = {}
+        return bool(named)
 
     def headers(self) -> dict[str, str]:
         """What tells the server's own instrumentation whose request this is and which span it stands under."""
@@ -65,30 +84,47 @@ class Exchange:
     def whole(self, content: bytes) -> bytes:
         """Record an answer that came whole; returns it as the client would have got it."""
         with guarded("answer"):
-            answer = _object(content)
-            if answer is not None:
-                self._record(answer)
-                if strip(answer, self.added):
-                    return json.dumps(answer, separators=(",", ":")).encode()
+            answer = _json(content)
+            if self.route == GENERATE:
+                changed = self._record_samples(answer)
+            else:
+                changed = isinstance(answer, dict) and self._record(cast("Object", answer))
+            if changed:
+                return json.dumps(answer, separators=(",", ":")).encode()
         return content
 
     def event(self, data: bytes) -> bytes | None:
         """Record the data of one event of a streamed answer; returns what the client is to get, None if nothing."""
         self._streamed = True
         with guarded("answer"):
-            chunk = _object(data)
-            if chunk is not None:
+            found = _json(data)
+            if isinstance(found, dict):
+                chunk = cast("Object", found)
                 self._chunks.add(chunk)
-                if strip(chunk, self.added):
-                    if is_empty_chunk(chunk, self.route):
+                if self._strip(chunk):
+                    of_sglang = sglang.is_empty_chunk(chunk) and self.route == CHAT
+                    if of_sglang or asking.is_empty_chunk(chunk, self.route):
                         return None
                     return json.dumps(chunk, separators=(",", ":")).encode()
         return data
 
-    def _record(self, answer: Object) -> None:
+    def _record(self, answer: Object) -> bool:
+        """Record a whole answer; whether something of it was added for us, and is out of it now."""
         found = answer if self.route in (CHAT, COMPLETIONS) else Reply(self.route).of(answer)
         if found.get("choices"):
             self._call.from_response(found)
+        return self._strip(answer)
+
+    def _record_samples(self, answer: Any) -> bool:
+        samples = sglang.items_of(answer)
+        if samples:
+            self._call.from_response(sglang.as_completion(samples, self.body))
+        return sglang.strip_items(samples, self.added)
+
+    def _strip(self, answer: Object) -> bool:
+        if self.route == GENERATE:
+            return sglang.strip_items(sglang.items_of(answer), self.added)
+        return (sglang if sglang.is_answer(answer) else asking).strip(answer, self.added)
 
     def end(self, error: BaseException | None = None) -> None:
         """The answer is there, or will never be: end the span. Only the first call counts."""
@@ -106,10 +142,16 @@ class Exchange:
         self.end()  # nobody read the answer to its end
 
 
-def _object(content: bytes) -> Object | None:
-    """A JSON object; None for anything else, which is none of our business."""
+def _chunks(route: str, body: Mapping[str, Any]) -> Chunks | Reply | sglang.Generated:
+    """What puts a streamed answer together."""
+    if route == GENERATE:
+        return sglang.Generated(body)
+    return Chunks() if route in (CHAT, COMPLETIONS) else Reply(route)
+
+
+def _json(content: bytes) -> Any:
+    """A JSON value; None for what is none, which is none of our business."""
     try:
-        found = json.loads(content)
+        return json.loads(content)
     except ValueError:
         return None
-    return cast("Object", found) if isinstance(found, dict) else None

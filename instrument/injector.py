@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 from wrapt import register_post_import_hook, wrap_function_wrapper
 
 from spanmill.instrument import hosts, litellm_transport
-from spanmill.instrument.asking import REFUSED, Object, named_in, route_of
+from spanmill.instrument.asking import REFUSED, Object, route_of
 from spanmill.instrument.exchange import Exchange
 from spanmill.instrument.reports import guarded
 from spanmill.instrument.responses import is_open, read_along
@@ -83,9 +83,11 @@ class _Request:
         """Whether the server refuses what was added, which it will not be asked for again."""
         if not exchange.added or getattr(error, "status_code", None) not in REFUSED:
             return False
-        named = named_in(f"{error} {getattr(error, 'body', '')}", exchange.added)
-        hosts.host(self.url).refused |= named
-        return bool(named)
+        return exchange.refuse(f"{error} {getattr(error, 'body', '')}", hosts.host(self.url).refused)
+
+    def again(self, exchange: Exchange) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments after a refusal: as the program gave them, or with what the server takes instead."""
+        return self.with_ids(exchange) if exchange.added else (self._args, self._kwargs)
 
 
 def _open(client: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Request, Exchange] | None:
@@ -116,7 +118,7 @@ def _request(wrapped: Callable[..., Any], client: Any, args: tuple[Any, ...], kw
             except Exception as error:
                 if not request.is_refused(exchange, error):
                     raise
-                exchange.added = {}
+                args, kwargs = request.again(exchange)
                 result = wrapped(*args, **kwargs)
     except BaseException as error:
         exchange.end(error)
@@ -154,7 +156,7 @@ async def _request_async(
             except Exception as error:
                 if not request.is_refused(exchange, error):
                     raise
-                exchange.added = {}
+                args, kwargs = request.again(exchange)
                 result = await wrapped(*args, **kwargs)
     except BaseException as error:
         exchange.end(error)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from wrapt import register_post_import_hook, wrap_function_wrapper
 
 from spanmill.instrument import hosts
-from spanmill.instrument.asking import REFUSED, Object, named_in, route_of
+from spanmill.instrument.asking import REFUSED, Object, route_of
 from spanmill.instrument.exchange import Exchange
 from spanmill.instrument.reports import guarded
 from spanmill.instrument.responses import is_open, read_along
@@ -72,9 +72,7 @@ def _is_refused(kwargs: Object, exchange: Exchange, error: Exception) -> bool:
     if not exchange.added or getattr(response, "status_code", None) not in REFUSED:
         return False
     said = " ".join(str(getattr(error, name, "")) for name in ("args", "message", "text"))
-    named = named_in(said + str(getattr(response, "_content", b"")), exchange.added)
-    hosts.host(kwargs["url"]).refused |= named
-    return bool(named)
+    return exchange.refuse(said + str(getattr(response, "_content", b"")), hosts.host(kwargs["url"]).refused)
 
 
 def _post(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: Object) -> Any:
@@ -92,8 +90,7 @@ def _post(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: Ob
         except Exception as error:
             if not _is_refused(kwargs, exchange, error):
                 raise
-            exchange.added = {}
-            response = wrapped(**kwargs)
+            response = wrapped(**(_asking(kwargs, exchange) if exchange.added else kwargs))
     except BaseException as error:
         exchange.end(error)
         raise
@@ -119,8 +116,7 @@ async def _post_async(wrapped: Callable[..., Awaitable[Any]], _: Any, args: tupl
         except Exception as error:
             if not _is_refused(kwargs, exchange, error):
                 raise
-            exchange.added = {}
-            response = await wrapped(**kwargs)
+            response = await wrapped(**(_asking(kwargs, exchange) if exchange.added else kwargs))
     except BaseException as error:
         exchange.end(error)
         raise

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any, Final, cast
 from uuid import uuid4
 
+from spanmill.instrument.answers import UNNAMED
 from spanmill.instrument.reports import guarded, report
 
 ENV: Final = "SPANMILL_POLICY_VERSION"
 FILE: Final = "SPANMILL_POLICY_FILE"
 """Set by the plugin, for the processes that vLLM starts."""
 HEADER: Final = "x-spanmill-policy-version"
-UNNAMED: Final = "default"
-"""What vLLM calls weights that nobody gave a version."""
-
 _named: str | None = None
 
 

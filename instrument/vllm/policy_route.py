@@ -11,7 +11,8 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, cast
 
-from spanmill.instrument.vllm.policy import UNNAMED, named_version, set_policy_version
+from spanmill.instrument.answers import UNNAMED
+from spanmill.instrument.vllm.policy import named_version, set_policy_version
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

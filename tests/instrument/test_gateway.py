@@ -1,6 +1,5 @@
 """The gateway before a server that answers as vLLM does: what is recorded, what the client and the server see."""
 
-import asyncio
 import json
 import os
 import re
@@ -11,20 +10,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from opentelemetry.sdk.trace import ReadableSpan
 from otlp_sink import Sink
+from served_gateway import serving
 from stub_vllm import PROMPT, Stub, ids_of, logprobs_of, stub_vllm
 
 from spanmill import adapt
 from spanmill.errors import ConfigError, ListenError
-from spanmill.instrument.gateway import configuration, gateway
+from spanmill.instrument.gateway import gateway
 from spanmill.triplets.records import Rollout
 
 Spans = Callable[[], list[ReadableSpan]]
@@ -39,19 +37,6 @@ def stub() -> Generator[Stub]:
     with stub_vllm() as running:
         running.unique_ids = True
         yield running
-
-
-@contextmanager
-def serving(upstream: str) -> Generator[httpx.Client]:
-    """A client of a gateway before `upstream`."""
-    server = uvicorn.Server(configuration(upstream))
-    listening = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
-    thread.start()
-    with httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=20) as client:
-        yield client
-    server.should_exit = True
-    thread.join()
 
 
 @pytest.fixture

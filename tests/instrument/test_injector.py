@@ -232,11 +232,11 @@ def test_an_async_stream_that_is_left_early(stub: Stub, emitted: Spans) -> None:
 
 @MODES
 def test_a_server_that_is_not_vllm_is_asked_for_nothing(stub: Stub, emitted: Spans, asynchronous: bool) -> None:
-    """It is probed once; requests go as the program wrote them and still become rows, without ids."""
+    """It is asked once whether it is vLLM or SGLang; requests go as they were written and are rows without ids."""
     stub.version = None
     for _ in range(2):
         ask(stub, asynchronous)
-    assert (1, [CHAT, CHAT]) == (stub.probes, stub.sent)
+    assert (2, [CHAT, CHAT]) == (stub.probes, stub.sent)
     assert {"traceparent", "x-spanmill-rollout-id"}.isdisjoint(stub.received[0].headers)
     assert [WITHOUT_IDS] * 2 == rows(emitted())
 
