@@ -187,6 +187,8 @@ def stub_vllm() -> Generator[Stub]:
             """Keep the test's output clean."""
 
     class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # many clients may come at once
+
         def handle_error(self, request: Any, client_address: Any) -> None:
             """A client that goes away is what some tests are about."""
 
