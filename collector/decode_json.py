@@ -21,7 +21,7 @@ from spanmill.collector.decoded import (
     event_name,
     undecodable,
 )
-from spanmill.collector.values import MAX_DEPTH, gather, lighten
+from spanmill.collector.values import MAX_DEPTH, gather, lighten, narrowed
 from spanmill.errors import DecodeError
 from spanmill.triplets.records import Attributes, Event, Json, Link, Quarantined, Span, Value
 
@@ -245,7 +245,7 @@ def _numbers(elements: list[Json]) -> Value:
             return np.array(written, np.float64)
         if member == "intValue" and kinds == {str} and _INTEGERS.fullmatch(",".join(written)):
             try:
-                return np.array(list(map(int, written)), np.int64)
+                return narrowed(np.array(list(map(int, written)), np.int64))
             except OverflowError:  # which one is said where each is read by itself
                 return None
     return None

@@ -55,9 +55,9 @@ _MESSAGES: Final[dict[str, str]] = {
     "ArrayValue": "1 repeated AnyValue values",
     "KeyValueList": "1 repeated KeyValue values",
     # The merge trick: a singular message whose field is repeated. Protobuf has to merge all elements of an array into
-    # it, which leaves their numbers in one flat buffer.
+    # it, which leaves their numbers in one flat buffer. 32 bits of each are enough for token ids.
     "MergedArray": "1 optional MergedElement values",
-    "MergedElement": "3 repeated int64 int_value",
+    "MergedElement": "3 repeated int32 int_value",
 }
 
 

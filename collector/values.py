@@ -6,14 +6,13 @@ Anything else (a oneof written twice, unknown fields, nested values) goes to the
 
 import struct
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 from google.protobuf.message import DecodeError as ProtobufError
 
 from spanmill.collector.otlp_proto import AnyValue, KeyValue, MergedArray
-from spanmill.triplets.records import Value
+from spanmill.triplets.records import IntArray, Value
 
 MAX_LIGHT_BYTES: Final = 64
 """Longer bytes values are left out where arrays are not wanted."""
@@ -37,6 +36,14 @@ _DOUBLE_RECORD: Final = 11
 """An element of an array of doubles: element tag, length 9, double tag, 8 bytes."""
 _SMALL_ARRAY: Final = 256
 """Below so many bytes the parser is faster than numpy."""
+_SHORT: Final = 96
+"""Longest KeyValue that is remembered; longer ones, with texts, ids and numbers, hardly repeat."""
+_REMEMBERED: Final = 4096
+"""How many."""
+
+_DOUBLE_HEAD: Final = np.array([_ELEMENT, 9, _DOUBLE], np.uint8)
+_LARGE: Final = 1 << 28
+"""From here on, and below 0, a varint is longer than four bytes; such arrays are left to the parser."""
 
 _unpack_double = struct.Struct("<d").unpack_from
 
@@ -46,31 +53,56 @@ def text(raw: bytes) -> str:
     return str(raw, "utf-8", "replace")
 
 
-_key = lru_cache(4096)(text)
+class _Keys(dict[bytes, str]):
+    """Attribute names by their bytes, so that each is decoded once."""
+
+    def __missing__(self, raw: bytes) -> str:
+        if len(self) >= _REMEMBERED:
+            self.clear()
+        self[raw] = name = text(raw)
+        return name
+
+
+_keys: Final = _Keys()
+_short: Final = dict[bytes, tuple[str, Value]]()
+"""Short attributes as decoded before: most of them (model, operation, finish reasons) repeat span after span."""
 
 
 def decode_attributes(pairs: Iterable[bytes], arrays: bool = True) -> dict[str, Value]:
     """The attributes whose KeyValue messages are given; of a repeated key the last value.
 
-    With `arrays` false what only the trainer needs is None: an array that begins with a number, and bytes longer than
-    `MAX_LIGHT_BYTES`. Raises protobuf's DecodeError.
+    Values are not to be changed: equal ones may be one object. With `arrays` false what only the trainer needs is None:
+    an array that begins with a number, and bytes longer than `MAX_LIGHT_BYTES`. Raises protobuf's DecodeError.
     """
     found: dict[str, Value] = {}
     for raw in pairs:
-        end = start = 0
-        try:
-            end = raw[1] + 2
-            length, start = _length(raw, end + 1)
-            usual = raw[0] == _KEY and end < 130 and raw[end] == _VALUE and start + length == len(raw)
-        except IndexError:
-            usual = False
-        if usual:
-            found[_key(raw[2:end])] = _value(raw, start, arrays)
+        if len(raw) > _SHORT:
+            key, value = _pair(raw, arrays)
+        elif raw in _short:
+            key, value = _short[raw]
         else:
-            pair = KeyValue.FromString(raw)
-            value = _parsed(pair.value)
-            found[text(pair.key)] = value if arrays else lighten(value)
+            key, value = _pair(raw, True)
+            if len(_short) >= _REMEMBERED:
+                _short.clear()
+            _short[raw] = key, value
+        found[key] = value if arrays else lighten(value)
     return found
+
+
+def _pair(raw: bytes, arrays: bool) -> tuple[str, Value]:
+    """Key and value of a KeyValue."""
+    end = start = 0
+    try:
+        end = raw[1] + 2
+        length, start = _length(raw, end + 1)
+        usual = raw[0] == _KEY and end < 130 and raw[end] == _VALUE and start + length == len(raw)
+    except IndexError:
+        usual = False
+    if usual:
+        return _keys[raw[2:end]], _value(raw, start, arrays)
+    pair = KeyValue.FromString(raw)
+    value = _parsed(pair.value)
+    return text(pair.key), value if arrays else lighten(value)
 
 
 def decode_value(raw: bytes, arrays: bool = True) -> Value:
@@ -79,13 +111,18 @@ def decode_value(raw: bytes, arrays: bool = True) -> Value:
 
 
 def gather(elements: list[Value]) -> Value:
-    """An array of these elements: int64 if all are ints, float64 if all are doubles, else (or if empty) the list."""
+    """An array of these elements: ints if all are ints, float64 if all are doubles, else (or if empty) the list."""
     kinds = set(map(type, elements))
     if kinds == {int}:
-        return np.array(elements, np.int64)
+        return narrowed(np.array(elements, np.int64))
     if kinds == {float}:
         return np.array(elements, np.float64)
     return elements
+
+
+def narrowed(numbers: IntArray) -> IntArray:
+    """The numbers as int32 if all are token ids or the like (not negative, below 2**28), else as they are."""
+    return numbers.astype(np.int32) if numbers.size and numbers.min() >= 0 and numbers.max() < _LARGE else numbers
 
 
 def lighten(value: Value) -> Value:
@@ -163,7 +200,7 @@ def _numbers(body: bytes) -> Value:
     kind = body[2]
     if kind == _DOUBLE and len(body) % _DOUBLE_RECORD == 0:
         records = np.frombuffer(body, np.uint8).reshape(-1, _DOUBLE_RECORD)
-        if (records[:, :3] == (_ELEMENT, 9, _DOUBLE)).all():
+        if (records[:, :3] == _DOUBLE_HEAD).all():
             return records[:, 3:].copy().view("<f8")[:, 0].astype(np.float64, copy=False)
     elif kind == _INT:
         numbers = np.array(MergedArray.FromString(body).values.int_value)
@@ -177,26 +214,26 @@ def _is_int_array(body: bytes, numbers: Any) -> bool:
 
     A record is element tag, length, int tag, varint. The numbers give the varints' lengths, and so the place of each
     record; if each has its three leading bytes there, and the last one ends with the body, no byte is left for a null,
-    a second value or another kind.
+    a second value or another kind. Numbers that may have lost bits above the 32nd have longer varints than they show.
     """
     if not len(numbers):
         return False
-    longest = int(numbers.view(np.uint64).max())
-    unsigned = numbers.astype(np.uint32) if longest < 1 << 32 else numbers.view(np.uint64)
-    size = np.full(len(numbers), 4, np.intp)
-    bound = 1 << 7
-    while bound <= longest:
-        size += unsigned >= bound
-        bound <<= 7
-    starts = size.cumsum()
+    longest = int(numbers.view(np.uint32).max())
+    if longest >= _LARGE:
+        return False
+    size = (numbers > 0x7F).view(np.uint8)
+    if longest > 0x3FFF:
+        size += numbers > 0x3FFF
+        if longest > 0x1F_FFFF:
+            size += numbers > 0x1F_FFFF
+    size += 4
+    starts = size.cumsum(dtype=np.intp)
     if starts[-1] != len(body):
         return False
     starts -= size
     raw = np.frombuffer(body, np.uint8)
-    differs = raw[starts] ^ _ELEMENT
-    differs |= raw[1:][starts] ^ (size - 2).astype(np.uint8)
-    differs |= raw[2:][starts] ^ _INT
-    return not differs.any()
+    size -= 2
+    return bool((raw[starts] == _ELEMENT).all() and (raw[1:][starts] == size).all() and (raw[2:][starts] == _INT).all())
 
 
 def _parsed(value: Any, depth: int = 0) -> Value:

@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from spanmill.triplets.parts import VERSION_KEY
 from spanmill.triplets.schema import LOGPROBS, SCHEMA_VERSION, TOKEN_IDS
 
-PAGE_BYTES: Final = 32 << 20
-"""Each prompt of a rollout repeats the one before it; only within one page does zstd see that."""
+PAGE_LISTS: Final = 64
+"""Each prompt of a rollout repeats the one before it; only within one page does zstd see that, so a page holds at least
+so many of the longest lists: within these bounds, as large pages cost time."""
+MIN_PAGE_BYTES: Final = 1 << 20
+MAX_PAGE_BYTES: Final = 32 << 20
 ROW_GROUP_BYTES: Final = 256 << 20
 """In memory: what a reader must hold at once."""
 
@@ -35,7 +39,8 @@ def write_file(path: Path, table: pa.Table, metadata: Mapping[bytes, bytes]) -> 
             compression_level=1,
             use_dictionary=strings,
             column_encoding={name: "BYTE_STREAM_SPLIT" for name, _ in numbers},
-            data_page_size=PAGE_BYTES,
+            write_statistics=[name for name, _ in leaves if "." not in name],
+            data_page_size=_page_bytes(table),
         ) as writer,
     ):
         rows = max(1, int(table.num_rows * ROW_GROUP_BYTES / max(1, table.nbytes)))
@@ -43,6 +48,15 @@ def write_file(path: Path, table: pa.Table, metadata: Mapping[bytes, bytes]) -> 
         writer.close()
         file.flush()
         os.fsync(file.fileno())
+
+
+def _page_bytes(table: pa.Table) -> int:
+    longest = 0
+    for field in table.schema:
+        if field.type in (TOKEN_IDS, LOGPROBS) and table.num_rows:
+            lengths = pc.max(pc.list_value_length(table.column(field.name))).as_py()
+            longest = max(longest, 4 * (lengths or 0))
+    return min(max(PAGE_LISTS * longest, MIN_PAGE_BYTES), MAX_PAGE_BYTES)
 
 
 def _leaves(field: Any, path: str) -> Iterator[tuple[str, Any]]:

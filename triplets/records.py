@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-IntArray: TypeAlias = npt.NDArray[np.int64]
+IntArray: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 Logprobs: TypeAlias = npt.NDArray[np.float32]
 
 Value: TypeAlias = "bool | int | float | str | bytes | IntArray | FloatArray | list[Value] | dict[str, Value] | None"
-"""An OTLP AnyValue. An array of ints alone, or of doubles alone, is a numpy array; any other array is a list."""
+"""An OTLP AnyValue. An array of ints alone, or of doubles alone, is a numpy array; any other array is a list. Ints are
+int32 where all of them are from 0 to 2**28 - 1, as token ids are, else int64: one array has one form."""
 
 Attributes: TypeAlias = Mapping[str, Value]
 Json: TypeAlias = Any

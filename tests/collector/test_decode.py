@@ -137,7 +137,7 @@ def test_a_span_keeps_all_that_it_carried() -> None:
         end_ns=2,
         attributes={
             "gen_ai.request.model": "policy",
-            "ids": np.array([1, 2, 300], np.int64),
+            "ids": np.array([1, 2, 300], np.int32),
             "top_p": 0.5,
             "packed": b"\0\xff",
         },

@@ -64,10 +64,10 @@ def test_nan_may_be_a_word() -> None:
 
 
 def test_an_array_of_ints_is_a_numpy_array() -> None:
-    """Token ids, which JSON writes as one object per number, become int64."""
+    """Token ids, which JSON writes as one object per number, become int32."""
     result = decoded_value({"arrayValue": {"values": [{"intValue": "1"}, {"intValue": 2}]}})
 
-    assert (np.dtype(np.int64), [1, 2]) == (result.dtype, result.tolist())
+    assert (np.dtype(np.int32), [1, 2]) == (result.dtype, result.tolist())
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,8 @@ def ordinary(value: Any) -> Value:
         return getattr(value, kind)
     elements = [ordinary(element) for element in value.array_value.values]
     if elements and all(type(element) is int for element in elements):
-        return np.array(elements, np.int64)
+        small = 0 <= min(elements) and max(elements) < 1 << 28
+        return np.array(elements, np.int32 if small else np.int64)
     if elements and all(type(element) is float for element in elements):
         return np.array(elements, np.float64)
     return elements
@@ -138,6 +139,11 @@ def exact(value: Value) -> object:
 
 @UNTIMED
 @given(VALUES)
+@example(array_value([int_value(7)] * 80 + [int_value((1 << 28) - 1)]))
+@example(array_value([int_value(7)] * 80 + [int_value(1 << 28)]))
+@example(array_value([int_value(7)] * 80 + [int_value(1 << 32 | 1 << 27)]))
+@example(array_value([int_value(7)] * 80 + [int_value(-1)]))
+@example(array_value([framed(0x1A, b"\x01") * 2, *[int_value(7)] * 80]))
 @example(array_value([b"\x18\x01\x18\x02", b"", *[int_value(7)] * 80]))
 @example(array_value([framed(0x1A, b"\x01\x02\x03"), b"\xa2\x06\x04four", *[int_value(7)] * 80]))
 def test_a_value_is_what_the_ordinary_parser_sees(raw: bytes) -> None:
@@ -183,7 +189,7 @@ def test_a_value_that_was_cut_is_never_guessed(raw: bytes, data: st.DataObject) 
 
 @pytest.mark.parametrize("size", [5, 300])
 def test_arrays_of_numbers_are_numpy_arrays(size: int) -> None:
-    """Ints become int64 and doubles float64, however long the array is."""
+    """Token ids become int32, doubles float64, however long the array is."""
     ids = [token * 77 % 150_000 for token in range(size)]
     logprobs = [-token / 8 for token in range(size)]
 
@@ -194,7 +200,7 @@ def test_arrays_of_numbers_are_numpy_arrays(size: int) -> None:
         ]
     )
 
-    expected: dict[str, Value] = {"ids": np.array(ids, np.int64), "logprobs": np.array(logprobs, np.float64)}
+    expected: dict[str, Value] = {"ids": np.array(ids, np.int32), "logprobs": np.array(logprobs, np.float64)}
     assert exact(expected) == exact(values)
 
 
