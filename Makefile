@@ -4,13 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PEERS ?= $(HOME)/.cache/spanmill-peers
 
-.PHONY: demo test test-vllm test-agents check bench fuzz docs
+.PHONY: demo test test-vllm test-agents test-trainers check bench fuzz docs
 
 demo: .venv/demo.installed
 	$(BIN)/python demo/demo.py
 
 test: .venv/dev.installed
-	$(BIN)/pytest -n 3 --dist worksteal -m "not slow and not vllm and not peer and not browser and not agents"
+	$(BIN)/pytest -n 3 --dist worksteal -m "not slow and not vllm and not peer and not browser and not agents and not trainers"
 
 test-peers: .venv/dev.installed
 	tests/peers/get.sh $(PEERS)
@@ -21,6 +21,9 @@ test-vllm: .venv/dev.installed .vllm/installed
 
 test-agents: .venv/dev.installed .vllm/installed
 	$(BIN)/python tests/agents/environments.py && $(BIN)/pytest tests/agents
+
+test-trainers: .venv/dev.installed
+	$(BIN)/python tests/trainers/environment.py && $(BIN)/pytest tests/trainers
 
 check: .venv/dev.installed
 	$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/pyright --pythonpath $(BIN)/python
