@@ -109,13 +109,14 @@ def _patch_apps(kind: str) -> Callable[[ModuleType], None]:
 
 
 def status(engine: Any) -> dict[str, Any]:
-    """What this process says of itself at `/spanmill/status`."""
+    """What this process says of itself at `/spanmill/status`; with several API servers each says its own."""
     config = engine.model_config
     mode = getattr(config, "logprobs_mode", "raw_logprobs")
     return {
         "pid": os.getpid(),
         "spanmill": _version("spanmill"),
         "vllm": vllm_version(),
+        "pid": os.getpid(),
         "active": active(),
         "logprobs_mode": str(getattr(mode, "value", mode)),
         "counters": sender.counters()._asdict(),

@@ -5,8 +5,8 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -21,6 +21,7 @@ from spanmill.collector.decode import decode_traces
 from spanmill.triplets.records import Rollout, Span, Triplet
 
 Json = Any
+Receiver = Callable[[], AbstractContextManager[Sink]]
 
 HERE = Path(__file__).parent
 READY_S = 300
@@ -166,15 +167,21 @@ def free_port() -> int:
 
 
 @contextmanager
-def running_server(model: Path, *options: str, **environ: str) -> Generator[VllmServer]:
-    """VLLM serving `model`, started as `python -m`, that emits to a receiver of ours."""
+def running_server(
+    model: Path,
+    *options: str,
+    receiver: Receiver = http_receiver,
+    launcher: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server", "--model"),
+    **environ: str,
+) -> Generator[VllmServer]:
+    """VLLM serving `model` that emits to a receiver of ours."""
     python = vllm_python()
     port = free_port()
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", MODEL]
+    command = [python, *launcher, str(model), "--served-model-name", MODEL]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--dtype", "bfloat16"]
     command += ["--enforce-eager", *options]
     log = model / f"serve-{port}.log"
-    with http_receiver() as sink, log.open("wb") as out:
+    with receiver() as sink, log.open("wb") as out:
         env = environment(**{"OTEL_EXPORTER_OTLP_ENDPOINT": sink.endpoint, **environ})
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out, cwd=model)
         server = VllmServer(f"http://127.0.0.1:{port}", sink, log, process)

@@ -155,6 +155,26 @@ def test_collector_that_is_not_there(tiny_model: Path) -> None:
         assert 1 == server.log.read_text().count("spanmill: ")
 
 
+def test_collector_that_does_not_answer(tiny_model: Path) -> None:
+    """Beside a collector that takes requests and never answers, vLLM serves on; what does not fit is counted.
+
+    What waits stays within its bound, and vLLM ends in time.
+    """
+    small = {"SPANMILL_QUEUE_MIB": "0.05", "SPANMILL_EXIT_TIMEOUT": "1"}
+    with running_server(tiny_model, **small) as server:
+        server.sink.answers.clear()
+        body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 200, "ignore_eos": True, "n": 4}
+        assert [200] * 12 == [server.post(CHAT, body).status_code for _ in range(12)]
+        counters = server.client.get("/spanmill/status").json()["counters"]
+        assert (0, 0) == (counters["emitted"], counters["failed"])
+        assert 0 < counters["dropped"] < 48
+        assert 1 == server.log.read_text().count("spanmill: ")
+        begin = time.monotonic()
+        server.process.terminate()
+        server.process.wait(60)
+        assert time.monotonic() - begin < 20
+
+
 def test_shutdown_flushes(tiny_model: Path) -> None:
     """A vLLM that is told to end delivers what it has sampled."""
     with running_server(tiny_model, OTEL_BSP_SCHEDULE_DELAY="60000") as server:

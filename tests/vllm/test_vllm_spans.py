@@ -1,14 +1,23 @@
+import json
 from types import SimpleNamespace as Like
 from typing import Any
 
+import numpy as np
 import pytest
 from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from spanmill.adapters.adapt import adapt
+from spanmill.collector.decode import decode_traces
+from spanmill.instrument import provider
+from spanmill.instrument.identity import Identity
 from spanmill.instrument.reports import ignored
 from spanmill.instrument.vllm import policy
 from spanmill.instrument.vllm.generation import Choice, Generation
 from spanmill.instrument.vllm.requests import Request
-from spanmill.instrument.vllm.spans import client_id, sampled_logprobs
+from spanmill.instrument.vllm.spans import client_id, emit, sampled_logprobs
+from spanmill.triplets.records import Triplet
 
 
 def _flat(*positions: dict[int, float]) -> Any:
@@ -94,3 +103,48 @@ def test_policy_version_that_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
     before = ignored()
     assert (None, None) == policy.versions(None, "1", "2")
     assert before + 1 == ignored()
+
+
+def _row(generation: Generation) -> Triplet:
+    """The row that a generation's only span comes to."""
+    exporter = InMemorySpanExporter()
+    provider.configure(exporter=exporter)
+    emit(generation)
+    provider.flush()
+    request = encode_spans(exporter.get_finished_spans()).SerializeToString()
+    ((row,),) = [rollout.triplets for rollout in adapt(decode_traces(request).spans).rollouts]
+    return row
+
+
+def _ended(prompt: Any, **choice: Any) -> Generation:
+    params = Like(n=1, temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, output_kind=Like(name="FINAL_ONLY"))
+    request = Request("/v1/chat/completions", "chat", Identity(f"r-{id(prompt)}"), "header")
+    generation = Generation(
+        "chatcmpl-a", params, "m", "processed_logprobs", request, Context(), 1, None, prompt=prompt, end_ns=2
+    )
+    ids = [5, 6]
+    generation.choices[0] = Choice([ids], [_flat({5: -1.0}, {6: -2.0})], "stop", **choice)
+    return generation
+
+
+def test_media_as_vllm_hashes_them() -> None:
+    """Images and audio of a prompt stand in the row by kind and by the hash under which vLLM knows them."""
+    row = _row(_ended({"prompt_token_ids": [1, 2], "mm_hashes": {"image": ["aa", "bb"], "audio": ["cc"]}}))
+    hashes = [("image", "aa"), ("image", "bb"), ("audio", "cc")]
+    assert [{"kind": kind, "hash": value} for kind, value in hashes] == json.loads(row.multimodal or "null")
+    assert ("multimodal_without_payload",) == row.flags  # the images themselves are on no span
+
+
+def test_routed_experts() -> None:
+    """The experts that each token was routed to come out as the engine's own array: bytes, shape and type."""
+    experts = np.arange(12, dtype=np.int16).reshape(2, 3, 2)
+    row = _row(_ended({"prompt_token_ids": [1]}, routed_experts=experts))
+    assert {"data": experts.tobytes(), "shape": [2, 3, 2], "dtype": "int16"} == row.routed_experts
+
+
+def test_logprobs_that_are_logits() -> None:
+    """Where vLLM gives logits in their place there are no logprobs: they are not passed off as such."""
+    generation = _ended({"prompt_token_ids": [1]})
+    generation.logprobs_mode = "raw_logits"
+    row = _row(generation)
+    assert (None, None, ("no_logprobs",)) == (row.response_logprobs, row.logprobs_mode, row.flags)

@@ -1,65 +1,15 @@
 """What the rows say is what the engine returned to a client that asked for ids itself, in every API."""
 
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
-from running_vllm import MESSAGES, MODEL, Sampled, VllmServer, as_float32, new_rollout
+from running_vllm import MESSAGES, MODEL, Sampled, VllmServer, new_rollout
+from told import ASK, ask, greedy
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.core]
 
-Json = Any
-
-ASK = {"model": MODEL, "max_tokens": 12, "return_token_ids": True}
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 CHOICES = pytest.mark.parametrize("n", [1, 3])
-
-
-def _chat_logprobs(logprobs: Json) -> list[float]:
-    return [entry["logprob"] for entry in logprobs["content"]]
-
-
-def _from_answer(answer: Json) -> list[Sampled]:
-    """Choices of a whole answer, chat or completions."""
-    return [
-        Sampled(
-            answer["id"],
-            choice["index"],
-            choice.get("prompt_token_ids") or answer["prompt_token_ids"],
-            choice["token_ids"],
-            as_float32(choice["logprobs"].get("token_logprobs") or _chat_logprobs(choice["logprobs"])),
-            choice["finish_reason"],
-        )
-        for choice in answer["choices"]
-    ]
-
-
-def _from_stream(events: list[Json]) -> list[Sampled]:
-    """Choices of a streamed answer, chat or completions."""
-    ids: dict[int, list[int]] = defaultdict(list)
-    logprobs: dict[int, list[float]] = defaultdict(list)
-    prompts: dict[int, list[int]] = {}
-    reasons: dict[int, str] = {}
-    for event in events:
-        for choice in event["choices"]:
-            at = choice["index"]
-            if prompt := choice.get("prompt_token_ids") or event.get("prompt_token_ids"):
-                prompts[at] = prompt
-            ids[at] += choice.get("token_ids") or []
-            if choice.get("logprobs"):
-                logprobs[at] += choice["logprobs"].get("token_logprobs") or _chat_logprobs(choice["logprobs"])
-            if choice["finish_reason"]:
-                reasons[at] = choice["finish_reason"]
-    return [Sampled(events[0]["id"], i, prompts[i], ids[i], as_float32(logprobs[i]), reasons[i]) for i in sorted(ids)]
-
-
-def _ask(vllm: VllmServer, path: str, body: Json, rollout_id: str, *, stream: bool) -> list[Sampled]:
-    if stream:
-        return _from_stream(vllm.stream(path, body, x_spanmill_rollout_id=rollout_id))
-    answer = vllm.post(path, body, x_spanmill_rollout_id=rollout_id)
-    assert answer.status_code == 200, answer.text
-    return _from_answer(answer.json())
 
 
 @STREAMS
@@ -69,7 +19,7 @@ def test_chat(vllm: VllmServer, n: int, stream: bool, top: int) -> None:
     """Chat: ids and logprobs of each choice, whether the client asks for other likely tokens or not."""
     rollout_id = new_rollout()
     body = {**ASK, "messages": MESSAGES, "n": n, "logprobs": True, "top_logprobs": top, "temperature": 1.3}
-    told = _ask(vllm, "/v1/chat/completions", body, rollout_id, stream=stream)
+    told = ask(vllm, "/v1/chat/completions", body, rollout_id, stream=stream)
     assert sorted(told) == vllm.sampled(rollout_id, n)
 
 
@@ -79,7 +29,7 @@ def test_completions(vllm: VllmServer, n: int, stream: bool) -> None:
     """Completions with several prompts: the choices are numbered as the client's answer numbers them."""
     rollout_id = new_rollout()
     body = {**ASK, "prompt": ["hello world", "the quick brown fox", "the"], "n": n, "logprobs": 2}
-    told = _ask(vllm, "/v1/completions", body, rollout_id, stream=stream)
+    told = ask(vllm, "/v1/completions", body, rollout_id, stream=stream)
     assert sorted(told) == vllm.sampled(rollout_id, 3 * n)
 
 
@@ -89,7 +39,7 @@ def test_a_client_that_asks_for_nothing(vllm: VllmServer, n: int, stream: bool) 
     """The rows of a client that asks for no ids and no logprobs are those of one that does."""
     asking, silent = new_rollout(), new_rollout()
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "n": n, "seed": 7, "stream": stream}
-    told = _ask(
+    told = ask(
         vllm, "/v1/chat/completions", {**body, **ASK, "logprobs": True, "top_logprobs": 1}, asking, stream=stream
     )
     answer = vllm.post("/v1/chat/completions", body, x_spanmill_rollout_id=silent)
@@ -97,13 +47,6 @@ def test_a_client_that_asks_for_nothing(vllm: VllmServer, n: int, stream: bool) 
     assert 'logprob"' not in answer.text
     rows = [row._replace(response_id=told[0].response_id) for row in vllm.sampled(silent, n)]
     assert sorted(told) == rows
-
-
-def _greedy(vllm: VllmServer, text: str) -> Sampled:
-    """What chat samples greedily, from a client that asks for ids."""
-    body = {**ASK, "messages": [{"role": "user", "content": text}], "temperature": 0, "logprobs": True}
-    (told,) = _ask(vllm, "/v1/chat/completions", body, new_rollout(), stream=False)
-    return told
 
 
 @STREAMS
@@ -116,7 +59,7 @@ def test_responses(vllm: VllmServer, stream: bool) -> None:
         answer = next(e["response"] for e in events if e["type"] in ("response.completed", "response.incomplete"))
     else:
         answer = vllm.post("/v1/responses", body, x_spanmill_rollout_id=rollout_id).json()
-    told = _greedy(vllm, "the lazy dog")
+    told = greedy(vllm, "the lazy dog")
     assert [told._replace(response_id=answer["id"])] == vllm.sampled(rollout_id, 1)
     assert len(told.response_ids) == answer["usage"]["output_tokens"]
 
@@ -136,7 +79,7 @@ def test_messages(vllm: VllmServer, stream: bool) -> None:
         response_id = next(e["message"]["id"] for e in events if e["type"] == "message_start")
     else:
         response_id = vllm.post("/v1/messages", body, x_spanmill_rollout_id=rollout_id).json()["id"]
-    told = _greedy(vllm, "over the dog")
+    told = greedy(vllm, "over the dog")
     assert [told._replace(response_id=response_id)] == vllm.sampled(rollout_id, 1)
 
 
@@ -146,7 +89,7 @@ def test_concurrent_rollouts(vllm: VllmServer) -> None:
     def run(i: int) -> tuple[str, list[Sampled]]:
         rollout_id = new_rollout()
         body = {**ASK, "messages": [{"role": "user", "content": f"fox {i}"}], "n": 2, "logprobs": True}
-        return rollout_id, _ask(vllm, "/v1/chat/completions", body, rollout_id, stream=i % 2 == 0)
+        return rollout_id, ask(vllm, "/v1/chat/completions", body, rollout_id, stream=i % 2 == 0)
 
     with ThreadPoolExecutor(16) as pool:
         told = dict(pool.map(run, range(64)))
