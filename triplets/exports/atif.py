@@ -102,8 +102,8 @@ def _add_message(steps: list[dict[str, Any]], message: Message) -> None:
     asked = message.get("tool_call_id")
     last = steps[-1] if steps else {}
     if asked is not None and any(call["tool_call_id"] == asked for call in last.get("tool_calls") or ()):
-        observation = last["observation"] or {"results": []}
-        last["observation"] = {"results": [*observation["results"], {"source_call_id": asked, "content": content}]}
+        result = {"source_call_id": asked, "content": content}
+        last["observation"] = {"results": [*(last["observation"] or {"results": ()})["results"], result]}
         return
     step: dict[str, Any] = {"source": _ROLES.get(str(role), "user"), "message": content}
     if role not in ("system", "user"):
@@ -131,10 +131,10 @@ def _spoken(message: Message) -> dict[str, Any]:
 
 
 def _inference(call: Call, restart: bool) -> dict[str, Any]:
-    response = json.loads(call["response"]) if call["response"] else None
+    response = next(iter(parsed(f"[{call['response']}]")), None) if call["response"] else None
     prompt, sampled = call["prompt_token_ids"], call["response_token_ids"]
     return {
-        **_spoken(response if isinstance(response, dict) else {}),
+        **_spoken(response or {}),
         "timestamp": _iso(call["started_at"]),
         "model_name": call["model"],
         "llm_call_count": 1,
@@ -160,10 +160,10 @@ def _iso(time: datetime) -> str:
 def _object(text: str | None) -> dict[str, Any]:
     """A tool call's arguments, which ATIF wants as an object; as the model wrote them they stand in `extra`."""
     try:
-        found = json.loads(text or "{}")
+        found = parsed(f"[{text}]")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return found[0] if found else {}
 
 
 def _without_nulls(step: dict[str, Any]) -> dict[str, Any]:
