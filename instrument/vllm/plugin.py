@@ -116,7 +116,6 @@ def status(engine: Any) -> dict[str, Any]:
         "pid": os.getpid(),
         "spanmill": _version("spanmill"),
         "vllm": vllm_version(),
-        "pid": os.getpid(),
         "active": active(),
         "logprobs_mode": str(getattr(mode, "value", mode)),
         "counters": sender.counters()._asdict(),

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from running_vllm import HERE, MODEL, Sampled, VllmServer, from_row, make_model, new_rollout, running_server
+from running_vllm import HERE, Sampled, VllmServer, from_row, make_model, new_rollout, running_server
 from told import ASK, ask
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
