@@ -26,9 +26,10 @@ STREAMED_IDS: Final = {"return_input_ids_in_sglext": "input_ids", "return_output
 
 RETURN_LOGPROB: Final = "return_logprob"
 RETURN_PROMPT: Final = "return_prompt_token_ids"
+_ENTRIES: Final = "output_token_logprobs"
 _LOGPROBS: Final = (
     "input_token_logprobs",
-    "output_token_logprobs",
+    _ENTRIES,
     "output_token_logprobs_length",
     "input_top_logprobs",
     "output_top_logprobs",
@@ -113,13 +114,9 @@ def is_empty_chunk(chunk: Mapping[str, Any]) -> bool:
     if chunk.get("usage") is not None or "sglext" in chunk:
         return False
     choices = cast("list[Object]", chunk.get("choices") or [])
-    return all(
-        not any((choice.get("delta") or {}).values())
-        and "text" not in choice
-        and choice.get("finish_reason") is None
-        and (choice.get("delta") or {}).get("role") is None
-        for choice in choices
-    )
+    deltas = [cast("Object", choice.get("delta") or {}) for choice in choices]
+    says_nothing = all(value in (None, "") for delta in deltas for value in delta.values())
+    return says_nothing and all(choice.get("finish_reason") is None and "text" not in choice for choice in choices)
 
 
 # ------------------------------------------------------------------ /generate
@@ -160,15 +157,15 @@ class Generated:
         """Add the next event."""
         for item in items_of(event):
             at = int(item.get("index") or 0)
-            before, meta = self._samples.get(at), {**item["meta_info"]}  # logprobs may be taken out of the event
+            before = self._samples.get(at)
+            meta: Object = {**item["meta_info"]}  # logprobs may be taken out of the event
             ids = cast("list[int]", item.get("output_ids") or [])
             item = {**item, "meta_info": meta}
             if before is not None and len(ids) != meta.get("completion_tokens"):
                 earlier = cast("Object", before["meta_info"])
                 item["output_ids"] = [*(before.get("output_ids") or []), *ids]
-                item["text"] = (before.get("text") or "") + (item.get("text") or "")
-                entries = [*(earlier.get("output_token_logprobs") or []), *(meta.get("output_token_logprobs") or [])]
-                meta["output_token_logprobs"] = entries
+                item["text"] = str(before.get("text") or "") + str(item.get("text") or "")
+                meta[_ENTRIES] = [*(earlier.get(_ENTRIES) or []), *(meta.get(_ENTRIES) or [])]
             self._samples[at] = item
 
     def answer(self) -> Object:
@@ -179,10 +176,10 @@ class Generated:
 def as_completion(items: list[Object], body: Mapping[str, Any]) -> Object:
     """Samples of `/generate` as a completion of vLLM would give them, each with an id of its own."""
     metas = [cast("Object", item["meta_info"]) for item in items]
-    counts = [meta.get("completion_tokens") for meta in metas]
-    usage = {
+    counts = [count for meta in metas if isinstance(count := meta.get("completion_tokens"), int)]
+    usage: Object = {
         "prompt_tokens": metas[0].get("prompt_tokens") if len(metas) == 1 else None,
-        "completion_tokens": sum(counts) if counts and all(isinstance(count, int) for count in counts) else None,
+        "completion_tokens": sum(counts) if counts and len(counts) == len(metas) else None,
     }
     n = len(items)
     return {"choices": [_choice(item, at, n, body) for at, item in enumerate(items)], "usage": usage}
@@ -190,7 +187,7 @@ def as_completion(items: list[Object], body: Mapping[str, Any]) -> Object:
 
 def _choice(item: Object, at: int, n: int, body: Mapping[str, Any]) -> Object:
     meta = cast("Object", item["meta_info"])
-    entries = cast("list[list[Any]]", meta.get("output_token_logprobs") or [])
+    entries = cast("list[list[Any]]", meta.get(_ENTRIES) or [])
     ids = item.get("output_ids")
     named = [entry[1] for entry in entries]
     if ids is None and entries:

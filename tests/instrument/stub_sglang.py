@@ -131,11 +131,12 @@ def chat_chunks(stub: Stub, body: Json) -> Iterator[Json]:
                 yield chunk(sample, {}, logprobs=probs)
     for sample in range(n):
         yield chunk(sample, {}, finish_reason="stop", matched_stop=STOP)
-    tail = {"id": "rid0", "object": "chat.completion.chunk", "created": 1, "model": body["model"], "choices": []}
+    tail: Json = {"id": "rid0", "object": "chat.completion.chunk", "created": 1, "model": body["model"], "choices": []}
     ext = _ext(body, n) if stub.knows_sglext else None
     if ext:
         yield tail | {"usage": None, "sglext": ext}
-    if (body.get("stream_options") or {}).get("include_usage"):
+    options: Json = body.get("stream_options") or {}
+    if options.get("include_usage"):
         yield tail | {"usage": _usage(n)}
 
 
@@ -145,7 +146,7 @@ def _text_choice(body: Json, sample: int, at: slice) -> Json:
         pairs = list(zip(WORDS, logprobs_of(sample), strict=True))[at]
         probs = {"text_offset": [-1] * len(pairs), "token_logprobs": [p for _, p in pairs]}
         probs |= {"tokens": [w for w, _ in pairs], "top_logprobs": [None] * len(pairs)}
-    choice = {
+    choice: Json = {
         "index": sample,
         "text": "".join(WORDS[at]),
         "logprobs": probs,
@@ -199,10 +200,12 @@ def _sample(stub: Stub, body: Json, sample: int, at: slice, *, ended: bool = Tru
 
 def samples_of(body: Json) -> tuple[int, bool]:
     """(how many samples a request to `/generate` asks for, whether they come as a list)."""
-    given = body.get("text", body.get("input_ids"))
-    prompts = given if isinstance(given, list) and not isinstance(given[0], int) else None
-    n = (body.get("sampling_params") or {}).get("n", 1) if isinstance(body.get("sampling_params"), dict) else 1
-    return n * len(prompts or [0]), prompts is not None or n > 1
+    given: Any = body.get("text", body.get("input_ids"))
+    prompts: list[Any] = given if isinstance(given, list) else [given]
+    several = isinstance(given, list) and not isinstance(prompts[0], int)
+    params: Json = body["sampling_params"]
+    n = int(params.get("n", 1))
+    return n * (len(prompts) if several else 1), several or n > 1
 
 
 def generate(stub: Stub, body: Json) -> Any:
