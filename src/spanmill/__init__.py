@@ -50,6 +50,7 @@ __all__ = [
     "call",
     "configure",
     "counters",
+    "export",
     "flush",
     "follow",
     "on_rollout_end",
@@ -59,6 +60,7 @@ __all__ = [
     "read_triplets",
     "reward",
     "rollout",
+    "select",
     "tracer_provider",
 ]
 
@@ -75,6 +77,8 @@ _NAMES = {
         "tracer_provider",
     ),
     "spanmill.memory": ("Rollouts", "adapt"),
+    "spanmill.triplets": ("select",),
+    "spanmill.triplets.exports": ("Fill", "export"),
     "spanmill.triplets.follow": ("follow",),
     "spanmill.triplets.reader": ("read_episodes", "read_rollouts", "read_triplets"),
     "spanmill.triplets.records": ("Episode", "Reward", "Rollout", "Triplet"),
