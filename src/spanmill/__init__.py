@@ -12,6 +12,8 @@ With `spanmill[collector]`:
     Rollout, Triplet, Episode, Reward, Rollouts    what that takes and gives; Rollout.from_result for agent functions
     read_rollouts, read_triplets, read_episodes    a dataset's tables as polars LazyFrames, newest revision only
     follow                                         a dataset's rollouts as they are written, each once
+    select                                         rules that choose rollouts and Episodes, as polars expressions
+    export, Fill                                   a dataset in the form that a trainer reads
 
 Names are imported when they are first asked for: an instrumented process that imports `spanmill` loads neither polars
 nor grpc.
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
         tracer_provider,
     )
     from spanmill.memory import Rollouts, adapt
+    from spanmill.triplets import select
+    from spanmill.triplets.exports import Fill, export
     from spanmill.triplets.follow import follow
     from spanmill.triplets.reader import read_episodes, read_rollouts, read_triplets
     from spanmill.triplets.records import Episode, Reward, Rollout, Triplet
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Episode",
+    "Fill",
     "Reward",
     "Rollout",
     "Rollouts",

@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "spanmill":
             raise
-        extra = "gateway" if error.name == "aiohttp" else "collector"
+        extras = {"aiohttp": "gateway", "msgspec": "export", "safetensors": "export"}
+        extra = extras.get(error.name or "", "collector")
         print(
             f"spanmill: this command needs {error.name}, which is not installed: pip install 'spanmill[{extra}]'",
             file=sys.stderr,
