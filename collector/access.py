@@ -3,6 +3,7 @@
 Nothing here is ever logged: neither a token nor what a sender offered as one.
 """
 
+import base64
 import hmac
 import ipaddress
 import logging
@@ -20,7 +21,6 @@ from spanmill.errors import ConfigError
 
 _LOOK_S: Final = 1.0
 """The token file is looked at this often at most."""
-_SCHEME: Final = "bearer "
 
 _log = logging.getLogger(__name__)
 
@@ -87,12 +87,21 @@ class Tokens:
         self._look_at = time.monotonic() + _LOOK_S
 
     def allow(self, authorization: str | None) -> bool:
-        """Whether a header `Authorization` carries one of the tokens; how long it takes tells nothing about them."""
+        """Whether a header `Authorization` carries one of the tokens; how long it takes tells nothing about them.
+
+        A browser sends one as the password of scheme Basic, whatever the name.
+        """
         self._look()
-        offered = authorization or ""
-        if offered[: len(_SCHEME)].lower() != _SCHEME:
+        scheme, _, offered = (authorization or "").partition(" ")
+        token = offered.strip().encode("utf-8", "surrogateescape")
+        if scheme.lower() == "basic":
+            try:
+                token = base64.b64decode(token, validate=True).partition(b":")[2]
+            except ValueError:
+                return False
+        elif scheme.lower() != "bearer":
             return False
-        digest = _digest(offered[len(_SCHEME) :].strip().encode("utf-8", "surrogateescape"))
+        digest = _digest(token)
         # Every token is compared, whichever it is.
         return sum([hmac.compare_digest(digest, known) for known in self._digests]) > 0
 

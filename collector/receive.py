@@ -1,13 +1,16 @@
 """Receiving: OTLP over gRPC and HTTP into the journal. What was acknowledged is on disk."""
 
+import ipaddress
 import os
 import socket
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spanmill.collector import receive_grpc
 from spanmill.collector.access import access_of
@@ -19,6 +22,7 @@ from spanmill.collector.ingest import Ingest
 from spanmill.collector.journal import JournalWriter
 from spanmill.collector.metrics import metrics_route
 from spanmill.collector.receive_http import HttpServer, build_app
+from spanmill.collector.view import PATHS
 from spanmill.collector.watch import Watch
 from spanmill.errors import ListenError
 
@@ -89,7 +93,9 @@ def start_receiver(
     if ingest.forwarder is not None:
         ingest.forwarder.start()
     unknown = partial(unknown_rollouts, config.journal_folder / INDEX_NAME)
-    app = build_app(ingest, unknown, [metrics_route(ingest, watch), *routes], access.tokens)
+    local = ipaddress.ip_address(http_host).is_loopback
+    pages = _Pages(config.out, open_to_pages=access.tokens is not None or not local)
+    app = build_app(ingest, unknown, [metrics_route(ingest, watch), *routes, *pages.routes()], access.tokens)
     http = HttpServer(app, listener, access.tls)
     return Receiver(ingest, watch, grpc, config.grpc._replace(port=port), http, config.http._replace(port=http_port))
 
@@ -113,6 +119,26 @@ def reserve(flag: str, address: Address) -> socket.socket:
 def check_access(config: ServeConfig, grpc_host: str, http_host: str) -> None:
     """What workers have done for them once: ConfigError if files of TLS or tokens cannot be used, and the warning."""
     access_of(config).warn_if_open([(grpc_host, config.grpc), (http_host, config.http)])
+
+
+class _Pages:
+    """The viewer, which is loaded when somebody first looks."""
+
+    def __init__(self, out: Path, *, open_to_pages: bool) -> None:
+        self._out = out
+        self._open_to_pages = open_to_pages
+        self._app: ASGIApp | None = None
+
+    def routes(self) -> list[BaseRoute]:
+        """One per path, so that the codes of all other addresses stay what they are."""
+        return [Route(path, self, methods=["GET"]) for path in PATHS]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is None:
+            from spanmill.collector.view.app import view_app
+
+            self._app = view_app(self._out, open_to_pages=self._open_to_pages)
+        await self._app(scope, receive, send)
 
 
 def _ingest(config: ServeConfig, journal: JournalWriter, figures: Figures) -> Ingest:

@@ -105,8 +105,14 @@ class _Guard:
             return
         answer = self._ingest.unauthenticated()
         # The body is not read: the connection ends here.
-        headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
+        scheme = 'Basic realm="spanmill: the token is the password", charset="UTF-8"' if _is_look(request) else "Bearer"
+        headers = {"WWW-Authenticate": scheme, "Connection": "close"}
         await _error(request, _HTTP_STATUS[answer.code], answer.status(), headers)(scope, receive, send)
+
+
+def _is_look(request: Request) -> bool:
+    """Whether somebody opens a page in a browser, which asks for the token."""
+    return request.method == "GET" and "text/html" in request.headers.get("accept", "")
 
 
 class HttpServer:

@@ -1,5 +1,17 @@
 """A dataset in the browser: `spanmill view`, and the same pages at `/` of a running `spanmill serve`."""
 
-from spanmill.collector.view.app import view, view_routes
+from typing import Final
 
-__all__ = ["view", "view_routes"]
+PATHS: Final = (
+    "/",
+    "/rollouts",
+    "/rollout",
+    "/episode",
+    "/call",
+    "/group",
+    "/quarantine",
+    "/row.json",
+    "/stamp",
+    "/static/{path:path}",
+)
+"""Where the pages are. The rest of the package is loaded when somebody looks: `serve` starts without it."""

@@ -46,8 +46,8 @@ _AT_ONCE: Final = 2
 """Pages that are made at the same time: the receiver in the same process has the other cores."""
 
 
-def view_routes(dataset: Path, text_of: TextOf | None = None, open_to_pages: bool = False) -> list[BaseRoute]:
-    """The pages of a dataset, which may not exist yet; to be put after all other routes.
+def view_app(dataset: Path, text_of: TextOf | None = None, open_to_pages: bool = False) -> ASGIApp:
+    """The pages, at PATHS, of a dataset, which may not exist yet.
 
     Unless `open_to_pages`, they answer only to who addresses this machine by a number or as localhost: a web page whose
     name an attacker points at 127.0.0.1 gets nothing.
@@ -70,7 +70,7 @@ def view_routes(dataset: Path, text_of: TextOf | None = None, open_to_pages: boo
         Route("/stamp", site.stamp, methods=["GET"]),
         Mount("/static", StaticFiles(packages=[("spanmill.collector.view", "static")])),
     ]
-    return [Mount("/", routes=routes, middleware=[] if open_to_pages else [Middleware(_LocalNames)])]
+    return Starlette(routes=routes, middleware=[] if open_to_pages else [Middleware(_LocalNames)])
 
 
 def view(dataset: Path, host: str, port: int, tokenizer: Path | None, token_file: Path | None) -> int:
@@ -84,10 +84,8 @@ def view(dataset: Path, host: str, port: int, tokenizer: Path | None, token_file
     local = _is_local(host)
     if not (local or tokens):
         _log.warning("anybody who reaches %s:%d can read the dataset: set --token-file", host, port)
-    app = Starlette(
-        routes=view_routes(dataset, text_of, open_to_pages=not local or tokens is not None),
-        middleware=[Middleware(_Guard, tokens=tokens)] if tokens else [],
-    )
+    app = view_app(dataset, text_of, open_to_pages=not local or tokens is not None)
+    app = _Guard(app, tokens) if tokens else app
     config = uvicorn.Config(app, host, port, log_level="warning", server_header=False, ws="none", lifespan="off")
     try:
         listener = config.bind_socket()
@@ -114,7 +112,7 @@ class _LocalNames:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = Headers(scope=scope).get("host", "")
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else "localhost"
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         if name == "localhost" or _is_number(name.strip("[]")):
             await self._app(scope, receive, send)

@@ -352,6 +352,6 @@ def view(
     ] = None,
 ) -> None:
     """Show a dataset in a browser: every rollout, call and token, and why it is trained or not."""
-    from spanmill.collector.view import view
+    from spanmill.collector.view.app import view
 
     raise typer.Exit(view(dataset, host, port, tokenizer, token_file))

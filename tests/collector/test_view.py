@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from spanmill.collector.view import view_routes
+from spanmill.collector.view.app import view_app
 from spanmill.collector.view.data import PAGE_ROWS, histogram
 from spanmill.triplets.records import Episode, PolicyRun, Quarantined, RewardSeen, Rollout, Triplet, Turn
 from spanmill.triplets.writer import DatasetWriter
@@ -102,7 +101,7 @@ def browse_fixture(dataset: Path) -> Iterator[Callable[..., Any]]:
 
 def client_of(dataset: Path) -> TestClient:
     """A browser at the pages of a dataset."""
-    return TestClient(Starlette(routes=view_routes(dataset)), "http://127.0.0.1:8080")
+    return TestClient(view_app(dataset), "http://127.0.0.1:8080")
 
 
 def words(page: Any) -> str:
