@@ -9,7 +9,7 @@ from told import ASK, ask, from_answer, greedy
 
 from spanmill import semconv as sc
 
-pytestmark = [pytest.mark.vllm, pytest.mark.core]
+pytestmark = pytest.mark.vllm
 
 Json = Any
 

@@ -6,7 +6,7 @@ import pytest
 from running_vllm import MESSAGES, MODEL, Sampled, VllmServer, new_rollout
 from told import ASK, ask, greedy
 
-pytestmark = [pytest.mark.vllm, pytest.mark.core]
+pytestmark = pytest.mark.vllm
 
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 CHOICES = pytest.mark.parametrize("n", [1, 3])

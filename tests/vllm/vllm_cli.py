@@ -11,5 +11,5 @@ if __name__ == "__main__":
     from vllm.entrypoints.cli.main import main
 
     version_of = metadata.version
-    metadata.version = lambda name: __version__ if name == "vllm" else version_of(name)
+    metadata.version = lambda name: f"{__version__}+cpu" if name == "vllm" else version_of(name)
     main()
