@@ -21,6 +21,7 @@ PACKAGES: Final = {
     "pydantic-ai": ("pydantic-ai-slim[openai]",),
     "litellm": ("litellm",),
     "anthropic": ("anthropic",),
+    "clients": ("anthropic", "openai"),
     "smolagents": ("smolagents[openai]",),
     "instrumentors": (
         "openai",
