@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PEERS ?= $(HOME)/.cache/spanmill-peers
 
-.PHONY: demo test test-vllm test-agents test-trainers check bench fuzz docs
+.PHONY: demo test test-vllm test-agents test-agents-short test-trainers check bench fuzz docs
 
 demo: .venv/demo.installed
 	$(BIN)/python demo/demo.py
@@ -21,6 +21,10 @@ test-vllm: .venv/dev.installed .vllm/installed
 
 test-agents: .venv/dev.installed .vllm/installed
 	$(BIN)/python tests/agents/environments.py && $(BIN)/pytest tests/agents
+
+test-agents-short: .venv/dev.installed .vllm/installed
+	$(BIN)/python tests/agents/environments.py openai3 langgraph
+	$(BIN)/pytest tests/agents/test_agents.py -k "openai3-openai_tools or langgraph or tasks"
 
 test-trainers: .venv/dev.installed
 	$(BIN)/python tests/trainers/environment.py && $(BIN)/pytest tests/trainers

@@ -1,4 +1,4 @@
-# pyright: basic, reportMissingImports=false  # its packages are in an environment of its own
+# pyright: basic, reportMissingImports=false
 """Sixteen rollouts at once in one process, each with clients that are pointed at it by URL, by key or by headers.
 
 usage: many_rollouts.py RUN URL MODEL
