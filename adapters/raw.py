@@ -10,6 +10,9 @@ from spanmill.adapters.shapes import answer as shaped
 from spanmill.adapters.values import Fault, identifier, integer, logprobs, number, text, token_ids
 from spanmill.triplets.records import Call, Json, Logprobs, PolicyRun, Span, TokenIds
 
+UNNAMED: Final = "default"
+"""What vLLM and SGLang call weights that nobody gave a version."""
+
 TOKEN_ID: Final = "token_id:"
 """How vLLM spells tokens under `return_tokens_as_token_ids`."""
 
@@ -32,14 +35,16 @@ def read_answer(span: Span, dialect: str, answer: Mapping[str, Json]) -> list[Ca
     usage = as_object(answer.get("usage"))
     usage_prompt = integer(usage.get("prompt_tokens"), foreign=True)
     choices = as_objects(answer.get("choices"))
-    prompt = token_ids(answer.get("prompt_token_ids"), "prompt_token_ids", foreign=True)
+    ext, metadata = as_object(answer.get("sglext")), as_object(answer.get("metadata"))
+    prompt = token_ids(answer.get("prompt_token_ids", ext.get("input_ids")), "prompt_token_ids", foreign=True)
     whole, repeated, prompt_fault = _one_copy(prompt.ids, len(choices), usage_prompt, streamed=_is_chunk(answer))
     shared = tuple(f for f in (prompt.fault, prompt_fault) if f is not None)
     calls: list[Call] = []
     for position, choice in enumerate(choices):
         own = token_ids(choice.get("prompt_token_ids"), "choices[].prompt_token_ids", foreign=True)
-        response = token_ids(choice.get("token_ids"), "choices[].token_ids", foreign=True)
+        response = token_ids(_response_ids(choice, position, ext), "choices[].token_ids", foreign=True)
         probs, probs_faults = _sampled_logprobs(choice, response.ids)
+        versions = choice.get("weight_versions") or (metadata.get("weight_versions") if position == 0 else None)
         message = _message(choice)
         call = Call(
             span=span,
@@ -58,14 +63,28 @@ def read_answer(span: Span, dialect: str, answer: Mapping[str, Json]) -> list[Ca
             finish_reason=finish_word(choice.get("finish_reason")),
             stop_reason=_stop(choice.get("stop_reason")),
             records_finish=True,
-            policy_version=text(as_object(answer.get("metadata")).get("weight_version")),
-            policy_versions=_runs(choice.get("weight_versions")),
+            policy_version=_named(metadata.get("weight_version")) if position == 0 else None,
+            policy_versions=_runs(versions),
             response=message,
             faults=tuple(f for f in (own.fault, response.fault) if f is not None) + probs_faults + shared,
             flags=frozenset({"prompt_ids_repeated"} if repeated and own.ids is None else ()),
         )
         calls.append(call)
     return calls
+
+
+def _response_ids(choice: Mapping[str, Json], position: int, ext: Mapping[str, Json]) -> Json:
+    """Where vLLM has them, else where SGLang does: at the choice, or of streamed answers in `sglext`."""
+    for name in ("token_ids", "response_token_ids"):
+        if choice.get(name) is not None:
+            return choice[name]
+    listed = as_list(ext.get("output_ids"))
+    return listed[position] if position < len(listed) else None
+
+
+def _named(version: Json) -> str | None:
+    """A version of weights, SGLang's of the first choice; what it calls weights that nobody named is none."""
+    return None if version == UNNAMED else text(version)
 
 
 def _read_response(span: Span, dialect: str, answer: Mapping[str, Json]) -> Call:
@@ -131,6 +150,8 @@ def _response_logprobs(output: Sequence[Json], ids: TokenIds | None) -> tuple[Lo
 def _runs(value: Json) -> tuple[PolicyRun, ...]:
     """Runs of weights over the answer, from vLLM's `{version, start, end}`."""
     made: list[PolicyRun] = []
+    if all(run.get("version") == UNNAMED for run in as_objects(value)):
+        return ()
     for run in as_objects(value):
         version, start, end = run.get("version"), integer(run.get("start")), integer(run.get("end"))
         if not isinstance(version, str | int) or start is None or end is None:
@@ -142,6 +163,9 @@ def _runs(value: Json) -> tuple[PolicyRun, ...]:
 def add_streamed(answer: dict[str, Json], chunks: Sequence[Json]) -> None:
     """Put the token data of a stream's chunks, all of them in order, into the answer that they were added up to."""
     ids: dict[Json, list[Json]] = {}
+    ext = next((chunk["sglext"] for chunk in as_objects(chunks) if "sglext" in chunk), None)
+    if ext is not None:
+        answer.setdefault("sglext", ext)
     entries: dict[Json, list[Json]] = {}
     for chunk in as_objects(chunks):
         if answer.get("prompt_token_ids") is None:
@@ -189,8 +213,14 @@ def _one_copy(
 
 
 def _sampled_logprobs(choice: Mapping[str, Json], ids: TokenIds | None) -> tuple[Logprobs | None, tuple[Fault, ...]]:
-    """Logprobs of a choice in OpenAI's place, else in SGLang's: `[logprob, id, text]` per token."""
+    """Logprobs of a choice in OpenAI's place, else in SGLang's: `[logprob, id, text]` per token.
+
+    SGLang streams none of tokens that show no text: a list that is too short beside ids from `sglext` has holes.
+    """
     probs, faults = _logprobs(choice.get("logprobs"), ids)
+    streams_holes = "matched_stop" in choice and "token_ids" not in choice and "response_token_ids" not in choice
+    if probs is not None and ids is not None and streams_holes and probs.size < ids.size:
+        return None, ()
     items = as_list(as_object(choice.get("meta_info")).get("output_token_logprobs"))
     if probs is not None or not items or not all(len(as_list(i)) >= 2 for i in items):
         return probs, faults

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, cast
 
 Json = dict[str, Any]
 
@@ -201,7 +201,7 @@ def _sample(stub: Stub, body: Json, sample: int, at: slice, *, ended: bool = Tru
 def samples_of(body: Json) -> tuple[int, bool]:
     """(how many samples a request to `/generate` asks for, whether they come as a list)."""
     given: Any = body.get("text", body.get("input_ids"))
-    prompts: list[Any] = given if isinstance(given, list) else [given]
+    prompts = cast("list[Any]", given) if isinstance(given, list) else [given]
     several = isinstance(given, list) and not isinstance(prompts[0], int)
     params: Json = body["sampling_params"]
     n = int(params.get("n", 1))

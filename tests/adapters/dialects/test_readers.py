@@ -184,6 +184,32 @@ def test_sglang_answers() -> None:
     assert "v7" == call.policy_version
 
 
+def test_sglang_chats() -> None:
+    """Ids stand at the choice of a whole chat, in `sglext` of a streamed one; weights are told of the first choice."""
+    bare: dict[str, Any] = {name: value for name, value in CHOICE.items() if name != "token_ids"}
+    bare["matched_stop"] = 4
+    runs = [{"version": "a", "start": 0, "end": 1}, {"version": "b", "start": 1, "end": 2}]
+    metadata = {"weight_version": "b", "weight_versions": runs}
+    choices = [{**bare, "index": at, "prompt_token_ids": [1, 2], "response_token_ids": [3, 4]} for at in (0, 1)]
+    usage = {"prompt_tokens": 2, "completion_tokens": 4}
+    plain = {name: value for name, value in ANSWER.items() if name != "prompt_token_ids"}
+    first, second = read(openinference({**plain, "choices": choices, "metadata": metadata, "usage": usage}))
+    assert [raw("openinference")] * 2 == [told(first), told(second)]
+    assert ("b", (PolicyRun("a", 0, 1), PolicyRun("b", 1, 1))) == (first.policy_version, first.policy_versions)
+    assert (None, ()) == (second.policy_version, second.policy_versions)
+    ext = {"input_ids": [1, 2], "output_ids": [[3, 4]]}
+    (call,) = read(openinference({**plain, "choices": [bare], "sglext": ext}))
+    assert raw("openinference") == told(call)
+    cut = {**bare, "logprobs": {"content": bare["logprobs"]["content"][:1]}}
+    (call,) = read(openinference({**plain, "choices": [cut], "sglext": ext, "metadata": {"weight_version": "default"}}))
+    assert ([3, 4], None, None, ()) == (
+        None if call.response_token_ids is None else call.response_token_ids.tolist(),
+        call.response_logprobs,
+        call.policy_version,
+        call.faults,
+    )
+
+
 def test_weights_that_changed_within_an_answer() -> None:
     """VLLM's runs of weight versions over the answer are kept as runs."""
     runs = [{"version": "a", "start": 0, "end": 1}, {"version": "b", "start": 1, "end": 2}]
