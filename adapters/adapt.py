@@ -47,7 +47,8 @@ class _Parts:
     def __init__(self) -> None:
         self.calls: list[Joined] = []
         self.spans: list[Span] = []
-        self.identities: list[Identity] = []
+        self.identities: dict[int, Identity] = {}
+        """Each object once, by its Python id: most spans of a rollout share one."""
         self.rewards: list[Seen] = []
 
 
@@ -86,18 +87,18 @@ def _sort_out(tree: Tree, identities: Identities, calls: list[Joined]) -> dict[K
         call.attempt = numbers[call.identity.rollout_id, call.identity.attempt]
         part = parts[call.identity.rollout_id, call.attempt]
         part.calls.append(call)
-        part.identities.append(call.identity)
+        part.identities[id(call.identity)] = call.identity
     for span in (*tree.spans, *tree.logs):
         identity = of_span.get(id(span))
         if identity is not None:
             part = parts[identity.rollout_id, numbers[identity.rollout_id, identity.attempt]]
             part.spans.append(span)
-            part.identities.append(identity)
+            part.identities[id(identity)] = identity
     for reward in rewards_in(tree):
         identity = of_span.get(id(reward.span))
         if identity is not None:
             parts[identity.rollout_id, numbers[identity.rollout_id, identity.attempt]].rewards.append(reward)
-    return {k: p for k, p in parts.items() if p.calls or p.rewards or any(i.explicit for i in p.identities)}
+    return {k: p for k, p in parts.items() if p.calls or p.rewards or any(i.explicit for i in p.identities.values())}
 
 
 def _hand_out(parts: Mapping[Key, _Parts], rewards: Sequence[Reward]) -> list[Quarantined]:
@@ -144,7 +145,7 @@ def _rollout(key: Key, parts: _Parts, tree: Tree, options: Options) -> Rollout:
     for call in ordered:
         if failed:
             call.flags.add("rollout_failed")
-    labels = _labels(parts.identities)
+    labels = _labels(parts.identities.values())
     identity_source = _strongest(parts)
     rows = {id(c): _triplet(c, rollout_id, labels, failed=unjudged) for c in ordered}
     rollout = Rollout(
@@ -163,7 +164,7 @@ def _rollout(key: Key, parts: _Parts, tree: Tree, options: Options) -> Rollout:
         rewards=tuple(judged.seen),
         num_calls=len(parts.calls),
         metadata=dump_json(
-            _metadata(parts.identities, labels) | task_of(parts.spans) | outline(parts.spans, parts.calls)
+            _metadata(parts.identities.values(), labels) | task_of(parts.spans) | outline(parts.spans, parts.calls)
         ),
         triplets=[rows[id(c)] for c in ordered],
         episodes=make_episodes(ordered, rows, drifts, options),
@@ -202,11 +203,11 @@ def _has_root(spans: list[Span], identity_source: str) -> bool:
 
 def _strongest(parts: _Parts) -> str:
     """The strongest source among the rollout's calls; without calls, among its spans."""
-    identities = [c.identity for c in parts.calls] or parts.identities
-    return min((i.source for i in identities), key=SOURCES.index)
+    sources = {c.identity.source for c in parts.calls} or {i.source for i in parts.identities.values()}
+    return min(sources, key=SOURCES.index)
 
 
-def _labels(identities: list[Identity]) -> Labels:
+def _labels(identities: Iterable[Identity]) -> Labels:
     """Group, task, mode as read with the strongest identity that says them."""
     order = sorted(identities, key=lambda i: i.rank)
     return Labels(
@@ -218,7 +219,7 @@ def _labels(identities: list[Identity]) -> Labels:
     )
 
 
-def _metadata(identities: list[Identity], labels: Labels) -> dict[str, Json]:
+def _metadata(identities: Iterable[Identity], labels: Labels) -> dict[str, Json]:
     made: dict[str, Json] = {}
     names = sorted({i.attempt for i in identities if isinstance(i.attempt, str)})
     if names:

@@ -8,6 +8,7 @@ B extends A when A's prompt and response together are a prefix of B's prompt:
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -53,8 +54,8 @@ def same_model(a: str | None, b: str | None) -> bool:
 
 def link(nodes: Sequence[Node]) -> list[Links]:
     """What each node extends. Each token is hashed once, and each prompt compared with its matches alone."""
-    if not nodes:
-        return []
+    if _is_chain(nodes):
+        return [Links(i - 1 if i else None, [i - 1] if i else []) for i in range(len(nodes))]
     sizes = [n.prompt.size + n.response.size for n in nodes]
     lengths = sorted({size for size, n in zip(sizes, nodes, strict=True) if n.response.size})
     stops = np.asarray(lengths, np.int64)
@@ -67,6 +68,17 @@ def link(nodes: Sequence[Node]) -> list[Links]:
         if node.response.size:
             ends[sizes[i], end].append(i)
     return [_links(i, nodes, _matches(nodes, i, lengths, hashes[i], ends)) for i in range(len(nodes))]
+
+
+def _is_chain(nodes: Sequence[Node]) -> bool:
+    """Whether each call extends the one before it, as in most rollouts: comparing them once tells all then."""
+    return all(
+        a.response.size
+        and b.prompt.size >= a.prompt.size + a.response.size
+        and same_model(a.model, b.model)
+        and _is_prefix(a, b.prompt)
+        for a, b in pairwise(nodes)
+    )
 
 
 def _powers(n: int) -> np.ndarray:
@@ -98,7 +110,12 @@ def _matches(
 
 def _is_prefix(node: Node, prompt: TokenIds) -> bool:
     p, end = node.prompt.size, node.prompt.size + node.response.size
-    return np.array_equal(node.prompt, prompt[:p]) and np.array_equal(node.response, prompt[p:end])
+    # As bytes: numpy's comparison makes an array of answers first.
+    return (
+        end <= prompt.size
+        and node.prompt.tobytes() == prompt[:p].tobytes()
+        and node.response.tobytes() == prompt[p:end].tobytes()
+    )
 
 
 def _links(i: int, nodes: Sequence[Node], matches: Iterator[tuple[int, list[int]]]) -> Links:

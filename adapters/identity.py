@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final, NamedTuple, TypeVar
 
 from spanmill import semconv as sc
@@ -54,7 +55,20 @@ class Identity:
 T = TypeVar("T", Identity, str)
 
 
+_SAID: Final = frozenset({sc.ROLLOUT_ATTEMPT, sc.GROUP_ID, sc.TASK_ID, sc.MODE, sc.GROUP_SIZE, sc.RESOURCES_ID})
+"""What may stand beside a rollout id."""
+
+
+@lru_cache(4096)
+def _bare(rollout_id: str, source: str, carrier: int) -> Identity:
+    """An identity without anything beside it: one object for all spans of a rollout."""
+    return Identity(rollout_id, source, 0, carrier)
+
+
 def _read(rollout_id: str, source: str, places: tuple[Attributes, ...], carrier: int = 0) -> Identity:
+    if all(_SAID.isdisjoint(place) for place in places):
+        return _bare(rollout_id, source, carrier)
+
     def first(name: str) -> Value:
         said = (p.get(name) for p in places)
         return next((v for v in said if v is not None and not (isinstance(v, str) and not v)), None)
@@ -83,7 +97,7 @@ def _own(span: Span) -> Identity | None:
     if rollout_id is None:
         return None
     # The resource speaks for this rollout only if it names no other.
-    speaks = identifier(span.resource.get(sc.ROLLOUT_ID)) in (None, rollout_id)
+    speaks = sc.ROLLOUT_ID not in span.resource or identifier(span.resource[sc.ROLLOUT_ID]) in (None, rollout_id)
     places = (span.attributes, span.resource) if speaks else (span.attributes,)
     carrier = text(span.attributes.get(sc.ROLLOUT_CARRIER))
     if carrier is None:
@@ -197,7 +211,12 @@ def number_attempts(starts: Iterable[tuple[Identity, int]]) -> dict[tuple[str, i
     What stands in our own attribute and is no attempt number comes after all others, so that it is mixed with none.
     """
     earliest: dict[tuple[str, int | str], tuple[bool, int]] = {}
+    starting: dict[int, tuple[Identity, int]] = {}
     for identity, start_ns in starts:
+        known = starting.get(id(identity))
+        if known is None or start_ns < known[1]:
+            starting[id(identity)] = identity, start_ns
+    for identity, start_ns in starting.values():
         key = identity.rollout_id, identity.attempt
         odd = isinstance(identity.attempt, str) and identity.source != "foreign"
         earliest[key] = min((odd, start_ns), earliest.get(key, (odd, start_ns)))

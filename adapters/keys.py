@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Final, cast
+from functools import lru_cache
+from typing import Final, NamedTuple, cast
 
 from spanmill import semconv as sc
 from spanmill.adapters.dialects import READERS, agentlightning, is_call, litellm
@@ -21,6 +22,29 @@ _ANSWERS: Final = frozenset(name for reader in READERS for name in getattr(reade
 """Attributes in whose text or structure an answer with its ids may stand."""
 _ASKED: Final = ("llm.input_messages.", sc.FLAT_PROMPT, agentlightning.INPUT)
 """What a request repeats of earlier answers ties nothing together."""
+_ROLLOUTS: Final = (sc.ROLLOUT_ID, sc.AGL_ROLLOUT_ID)
+_CONVERSATIONS: Final = (sc.GEN_AI_CONVERSATION_ID, sc.SESSION_ID)
+
+
+class _Places(NamedTuple):
+    """Where keys may stand among attributes of certain names."""
+
+    conversations: tuple[str, ...]
+    responses: tuple[str, ...]
+    answers: tuple[str, ...]
+    """With ids in their text or structure."""
+    ids: tuple[str, ...]
+
+
+@lru_cache(4096)
+def _places(names: tuple[str, ...]) -> _Places:
+    answers = tuple(name for name in names if name in _ANSWERS or litellm.holds_answer(name))
+    return _Places(
+        tuple(name for name in _CONVERSATIONS if name in names),
+        tuple(name for name in _RESPONSE_IDS if name in names),
+        answers,
+        tuple(n for n in names if n not in answers and n.endswith(".id") and not n.startswith(_ASKED)),
+    )
 
 
 def keys(span: Span) -> list[tuple[str, str]]:
@@ -30,19 +54,20 @@ def keys(span: Span) -> list[tuple[str, str]]:
     alone; a missing one would tear a rollout apart. So JSON texts are searched, not parsed.
     """
     a = span.attributes
+    places = _places(tuple(a))
     found = [("trace", span.trace_id)] if span.trace_id else []
-    for name in (sc.ROLLOUT_ID, sc.AGL_ROLLOUT_ID):
+    for name in _ROLLOUTS:
         rollout_id = identifier(a.get(name)) or identifier(span.resource.get(name))
         if rollout_id is not None:
             found.append(("rollout", rollout_id))
     proxied = agentlightning.proxied(a)
     if proxied is not None:
         found.append(("rollout", proxied[0]))
-    for name in (sc.GEN_AI_CONVERSATION_ID, sc.SESSION_ID):
+    for name in places.conversations:
         conversation = identifier(a.get(name))
         if conversation is not None:
             found.append(("conversation", conversation))
-    for name in _RESPONSE_IDS:
+    for name in places.responses:
         response_id = identifier(a.get(name))
         if response_id is not None:
             found.append(("response", response_id))
@@ -52,7 +77,7 @@ def keys(span: Span) -> list[tuple[str, str]]:
     if span.is_log and span.name.startswith("gen_ai."):
         found += _of_answer(i for value in (span.body, *a.values()) for i in _ids_in(value))
     elif is_call(span):
-        found += _of_answer(_in_answer(span))
+        found += _of_answer(_in_answer(span, places))
     return list(dict.fromkeys(found))
 
 
@@ -61,14 +86,13 @@ def _of_answer(ids: Iterable[str]) -> list[tuple[str, str]]:
     return [(kind, i) for i in ids if identifier(i) for kind in ("response", "tool_call")]
 
 
-def _in_answer(span: Span) -> Iterator[str]:
-    for name, value in span.attributes.items():
-        if name in _ANSWERS or litellm.holds_answer(name):
-            yield from _ids_in(value)
-        elif name.endswith(".id") and not name.startswith(_ASKED):
-            made = identifier(value)
-            if made is not None:
-                yield made
+def _in_answer(span: Span, places: _Places) -> Iterator[str]:
+    for name in places.answers:
+        yield from _ids_in(span.attributes[name])
+    for name in places.ids:
+        made = identifier(span.attributes[name])
+        if made is not None:
+            yield made
     for event in span.events:
         if event.name.startswith("gen_ai."):
             yield from (i for value in event.attributes.values() for i in _ids_in(value))

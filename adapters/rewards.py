@@ -4,6 +4,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -15,6 +16,10 @@ from spanmill.adapters.options import Options
 from spanmill.adapters.spans import Tree
 from spanmill.adapters.values import identifier
 from spanmill.triplets.records import Attributes, Reward, RewardSeen, Span, Value
+
+_OPENINFERENCE: Final = (("evaluations.", "evaluation"), ("annotations.", "annotation"))
+_NAMES: Final = frozenset({sc.REWARD_VALUE, sc.GEN_AI_EVALUATION_SCORE})
+_PREFIXES: Final = (sc.AGL_REWARD_PREFIX, *(prefix for prefix, _ in _OPENINFERENCE))
 
 SpanKey: TypeAlias = tuple[str, str]
 """(trace id, span id)."""
@@ -58,8 +63,16 @@ def rewards_in(tree: Tree) -> Iterator[Seen]:
     return iter(sorted(found, key=lambda r: r.time_ns))
 
 
+@lru_cache(4096)
+def _may_reward(names: tuple[str, ...]) -> bool:
+    """Whether attributes of these names may hold a reward."""
+    return any(name in _NAMES or name.startswith(_PREFIXES) for name in names)
+
+
 def _on_span(span: Span) -> Iterator[Seen]:
     a = span.attributes
+    if span.name != sc.REWARD and not _may_reward(tuple(a)):
+        return
     source = "log" if span.is_log else "span"
     if span.name == sc.REWARD or sc.REWARD_VALUE in a:
         yield Seen(
@@ -120,7 +133,7 @@ def _annotation(span: Span) -> Iterator[Seen]:
 
 
 def _openinference(span: Span) -> Iterator[Seen]:
-    for prefix, kind in (("evaluations.", "evaluation"), ("annotations.", "annotation")):
+    for prefix, kind in _OPENINFERENCE:
         if not any(k.startswith(prefix) for k in span.attributes):
             continue
         for item in unflatten(span.attributes, prefix):

@@ -38,10 +38,19 @@ KIND_ATTRIBUTES: Final = (
     sc.MLFLOW_SPAN_TYPE,
 )
 """Where the instrumentations say what kind of thing a span is."""
+KINDS: Final = frozenset(KIND_ATTRIBUTES)
+
+
+_TELLING: Final = frozenset(
+    {*KIND_ATTRIBUTES, sc.VERCEL_OPERATION, sc.LOGFIRE_SPAN_TYPE, sc.LITELLM_CALL_ID, sc.LITELLM_HIDDEN}
+)
+"""Without any of these a span's operation alone says whether it is a container."""
 
 
 def kinds(span: Span) -> Iterator[str]:
     """What the span's instrumentation calls it, in lower case."""
+    if KINDS.isdisjoint(span.attributes):
+        return
     for name in KIND_ATTRIBUTES:
         value = span.attributes.get(name)
         if isinstance(value, str):
@@ -50,11 +59,9 @@ def kinds(span: Span) -> Iterator[str]:
 
 def is_container(span: Span) -> bool:
     """Whether the span is an agent, chain, workflow, tool or other step around LLM calls."""
-    return (
-        _operation(span) in CONTAINER_OPERATIONS
-        or any(k not in LLM_KINDS for k in kinds(span))
-        or _is_outer(span.attributes)
-        or _is_written_on(span)
+    return _operation(span) in CONTAINER_OPERATIONS or (
+        not _TELLING.isdisjoint(span.attributes)
+        and (any(k not in LLM_KINDS for k in kinds(span)) or _is_outer(span.attributes) or _is_written_on(span))
     )
 
 

@@ -42,6 +42,10 @@ class Probs(NamedTuple):
     fault: Fault | None = None
 
 
+_NO_IDS: Final = Ids(None)
+_NO_PROBS: Final = Probs(None)
+
+
 def text(value: Value) -> str | None:
     """A string, or None for anything else."""
     return value if isinstance(value, str) else None
@@ -115,8 +119,10 @@ def clean(value: Json) -> Json:
 
 def dump_json(value: Json) -> str:
     """JSON text as it is stored in a column; NaN and infinity, which JSON lacks, become null."""
+    if value == {}:
+        return "{}"
     try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_plain)
+        return _encode(value)
     except ValueError:
         return json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), default=_plain)
 
@@ -127,6 +133,9 @@ def _plain(value: object) -> Json:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode("ascii")
     return str(value)
+
+
+_encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_plain).encode
 
 
 def _finite(value: Json) -> Json:
@@ -169,7 +178,7 @@ def token_ids(value: Value, name: str, *, foreign: bool = False) -> Ids:
     bytes are packed little-endian int32, a string is base64 of those; foreign dialects may send JSON text or doubles.
     """
     if value is None:
-        return Ids(None)
+        return _NO_IDS
     if foreign:
         value, fault = _listed(value, name)
         if fault is not None:
@@ -200,13 +209,13 @@ def _in_range(ids: np.ndarray, name: str) -> Ids:
     if ids.size and int(np.bitwise_or.reduce(ids)) >> 31:
         at = int(np.flatnonzero((ids < 0) | (ids >= 2**31))[0])
         return _unusable(ids.size, f"{name}[{at}] is {int(ids[at])}")
-    return Ids(ids.astype(np.int32))
+    return Ids(ids.astype(np.int32, copy=False))
 
 
 def logprobs(value: Value, name: str, *, foreign: bool = False) -> Probs:
     """Log probabilities of any encoding, as float32 of shape (n,); a list with a null is not a list."""
     if value is None:
-        return Probs(None)
+        return _NO_PROBS
     if foreign:
         value, fault = _listed(value, name)
         if fault is not None:
@@ -227,11 +236,11 @@ def logprobs(value: Value, name: str, *, foreign: bool = False) -> Probs:
 
 def _probable(values: np.ndarray, name: str) -> Probs:
     # A NaN is neither below the one bound nor above the other; what float32 cannot hold would become an infinity.
-    if values.size and not (values.max() <= LOGPROB_NOISE and values.min() >= _FLOAT32_MIN):
+    if values.size and not (np.maximum.reduce(values) <= LOGPROB_NOISE and np.minimum.reduce(values) >= _FLOAT32_MIN):
         at = int(np.flatnonzero(~((values <= LOGPROB_NOISE) & (values >= _FLOAT32_MIN)))[0])
         fault = ("nonfinite_logprob", f"{name}[{at}] is {float(values[at])}")
         return Probs(np.full(values.shape, np.nan, np.float32), fault)
-    return Probs(values.astype(np.float32))
+    return Probs(values.astype(np.float32, copy=False))
 
 
 def _listed(value: Value, name: str) -> tuple[Value, Fault | None]:

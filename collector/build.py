@@ -26,12 +26,13 @@ from spanmill.collector.components import Components
 from spanmill.collector.config import BuildConfig
 from spanmill.collector.expired import LIST_NAME, read_expired
 from spanmill.collector.index import Found
-from spanmill.collector.indexer import options, survey
+from spanmill.collector.indexer import options
 from spanmill.collector.inputs import Request, read_requests, read_rewards
 from spanmill.collector.journal import Kind
 from spanmill.collector.partition import Piece, deal, key_of, put_together
 from spanmill.collector.spill import cores, spill, write_partitions
 from spanmill.collector.stats import loss_report
+from spanmill.collector.survey import survey
 from spanmill.errors import DatasetError, DecodeError, InputError
 from spanmill.triplets.parts import part_numbers
 from spanmill.triplets.records import Reward

@@ -8,7 +8,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import select
 import signal as signals
 import sqlite3
@@ -19,21 +18,21 @@ from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from spanmill.adapters import Adapted, Options, adapt, keys, signal
+from spanmill.adapters import Adapted, Options, adapt, keys
 from spanmill.collector import journal, rewards
 from spanmill.collector.assemble import SECOND, Closed, Component, RolloutKey, Timing, close, due_at, moved, revised
 from spanmill.collector.child import read_setup
 from spanmill.collector.config import RowConfig, ServeConfig
-from spanmill.collector.decode import decode
-from spanmill.collector.index import Found, Index, Key, Seen
+from spanmill.collector.index import Index, Seen
 from spanmill.collector.index_file import INDEX_NAME, discard
 from spanmill.collector.journal import Entry, Kind, Position
 from spanmill.collector.late_rewards import aside, rewarded
 from spanmill.collector.logs import logging_to_stderr
 from spanmill.collector.retention import EVERYTHING, Keep, retire, take_in
 from spanmill.collector.segment import HEAD_BYTES
+from spanmill.collector.survey import load, survey
 from spanmill.errors import DecodeError, JournalError, SpanmillError
 from spanmill.triplets.from_tables import rollout_from_tables
 from spanmill.triplets.reader import read_triplets
@@ -77,53 +76,6 @@ def keep(config: ServeConfig) -> Keep:
     return Keep(
         int(config.journal_max_gib * (1 << 30)), int(config.journal_max_age * SECOND), 2 * config.min_free_mib << 20
     )
-
-
-_TRACE: Final = re.compile("[0-9a-f]{32}")
-
-
-def home(span: Span, span_keys: Sequence[Key]) -> str:
-    """The trace that a span is indexed under: its own, or for a log record outside any trace one made of its first key.
-
-    "" if it has no key either: nothing can tell what it belongs to.
-    """
-    return span.trace_id or min((f"log:{kind}:{value}" for kind, value in span_keys), default="")
-
-
-def survey(kind: Kind, body: bytes) -> list[Found]:
-    """What a request holds, by trace. Raises DecodeError if the body is no request of its kind."""
-    decoded = decode(kind, body, arrays=False)
-    share = len(body) // max(decoded.count, 1)
-    sizes, joined, ends = dict[str, int](), dict[str, set[Key]](), set[str]()
-    for span in decoded.spans:
-        span_keys = keys(span)
-        trace = home(span, span_keys)
-        sizes[trace] = sizes.get(trace, 0) + share
-        joined.setdefault(trace, set()).update(key for key in span_keys if key[0] != "trace")
-        if signal(span) in ("end", "root"):
-            ends.add(trace)
-    for bad in decoded.bad:
-        sizes[bad.trace_id] = sizes.get(bad.trace_id, 0) + share
-    return [Found(trace, size, frozenset(joined.get(trace, ())), trace in ends) for trace, size in sizes.items()]
-
-
-def load(
-    kind: Kind, body: bytes, received_ns: int, wanted: Mapping[str, int]
-) -> Iterator[tuple[int, Span | Quarantined]]:
-    """The spans of a request, and the rows of those that cannot be read, whose trace as `home` names it is in `wanted`.
-
-    Each comes with the value that its trace has there.
-    """
-    # Log records outside any trace, and spans whose trace id is none, are all decoded as of the trace "".
-    only = {trace if _TRACE.fullmatch(trace) and trace.strip("0") else "" for trace in wanted}
-    decoded = decode(kind, body, received_ns, only=only)
-    for span in decoded.spans:
-        trace = span.trace_id or home(span, keys(span))
-        if trace in wanted:
-            yield wanted[trace], span
-    for bad in decoded.bad:
-        if bad.trace_id in wanted:
-            yield wanted[bad.trace_id], bad
 
 
 def newest_spans(rollouts: Sequence[Rollout], spans: Sequence[Span], component: Component) -> dict[RolloutKey, int]:

@@ -2,15 +2,15 @@
 
 An engine reads requests and runs, in this order:
 
-1. `survey(kind, body)` (collector/indexer.py) on every request, in any order and place: traces, sizes, keys.
+1. `survey(kind, body)` (collector/survey.py) on every request, in any order and place: traces, sizes, keys.
 2. All of that together tells which traces belong together: collector/components.py, `Components.resolve`, gives each
    trace a `Place`, the partition and component that it goes to.
-3. `deal(request, place)` on every request again: its spans in pieces, each for one component.
+3. `deal(request, place)` on every request again: its spans in pieces, each for one partition.
 4. `put_together(pieces, rewards, options)` on all pieces of one partition, in any order and place: the rows.
 
 The rows of all partitions, by number, are the dataset: they stand in the order (component, rollout_id, attempt). No
 function reads a clock, a file or a setting, and everything they take and return can be pickled, so where and how often
-they run changes nothing. Memory: `put_together` holds its pieces, the rows, and one component's spans.
+they run changes nothing. Memory: `put_together` takes one piece at a time, and holds their spans and the rows.
 """
 
 import pickle
@@ -25,11 +25,10 @@ from spanmill.adapters import Options, adapt, keys
 from spanmill.collector.components import Place
 from spanmill.collector.decode import decode
 from spanmill.collector.decoded import TRACE_ID_BYTES, id_or_none
-from spanmill.collector.indexer import home
 from spanmill.collector.inputs import Request
 from spanmill.collector.journal import Kind
-from spanmill.collector.otlp_proto import LogRecord, Outline
-from spanmill.collector.otlp_proto import Span as SpanMessage
+from spanmill.collector.otlp_proto import LogRecord, Outline, Traces
+from spanmill.collector.survey import home
 from spanmill.triplets.records import Quarantined, Reward, Rollout, Span
 from spanmill.triplets.table import rows_to_tables
 from spanmill.triplets.writer import stray_key
@@ -41,9 +40,11 @@ Decoded: TypeAlias = Span | Quarantined
 
 
 class Piece(NamedTuple):
-    """The spans that one request holds of one component."""
+    """The spans that one request holds of one partition."""
 
-    place: Place
+    partition: int
+    components: dict[str, int]
+    """Of each trace, as `home` names it."""
     kind: Kind | None
     """Of `body`, a request; None where that is a pickled list of what was decoded (JSON is parsed once only)."""
     body: bytes
@@ -68,62 +69,85 @@ class Partition(NamedTuple):
 
 
 def deal(request: Request, place: Callable[[str], Place | None]) -> list[Piece]:
-    """The spans of a request in pieces, one for each component; `place` is asked for each trace.
+    """The spans of a request in pieces, one for each partition; `place` is asked for each trace.
 
     A trace without a place is left out: it was not there when the input was surveyed. A request that belongs to one
-    component as a whole is its own piece. Raises DecodeError where `survey` does.
+    partition as a whole is its own piece. Raises DecodeError where `survey` does.
     """
-    return (_deal_proto if request.kind in _PROTO else _deal_decoded)(request, place)
+    if request.kind not in _PROTO:
+        return _deal_decoded(request, place)
+    places = {trace: place(trace) for trace in set(_homes(request))}
+    if len({to and to.partition for to in places.values()}) > 1:
+        return _deal_apart(request, places)
+    return _pieces(request, places, lambda _: (request.kind, request.body))
+
+
+def _pieces(
+    request: Request, places: Mapping[str, Place | None], part: Callable[[int], tuple[Kind | None, bytes]]
+) -> list[Piece]:
+    """A piece for each partition among `places`; `part` gives its kind and body."""
+    found = defaultdict[int, dict[str, int]](dict)
+    for trace, to in places.items():
+        if to is not None:
+            found[to.partition][trace] = to.component
+    return [Piece(number, components, *part(number), request.received_ns) for number, components in found.items()]
 
 
 def _deal_decoded(request: Request, place: Callable[[str], Place | None]) -> list[Piece]:
-    dealt = defaultdict[Place | None, list[Decoded]](list)
     spans, bad, _ = decode(*request)
+    places = dict[str, Place | None]()
+    dealt = defaultdict[int | None, list[Decoded]](list)
     for one in chain(spans, bad):
-        dealt[place(_home(one))].append(one)
-    if len(dealt) == 1:
-        (only,) = dealt
-        return [Piece(only, *request)] if only else []
-    return [
-        Piece(to, None, pickle.dumps(own, pickle.HIGHEST_PROTOCOL), request.received_ns)
-        for to, own in dealt.items()
-        if to is not None
-    ]
+        trace = _home(one)
+        to = places[trace] = place(trace)
+        dealt[to and to.partition].append(one)
+    return _pieces(request, places, lambda number: (None, pickle.dumps(dealt[number], pickle.HIGHEST_PROTOCOL)))
 
 
-def _deal_proto(request: Request, place: Callable[[str], Place | None]) -> list[Piece]:
-    kind, body, received_ns = request
-    requests = dict[Place | None, Any]()
-    item_type = SpanMessage if kind is Kind.TRACES_PROTO else LogRecord
-    for group in Outline.FromString(body).groups:
-        groups = dict[Place | None, Any]()
+def _homes(request: Request) -> Iterator[str]:
+    """The trace of every span or log record, as `survey` names it."""
+    if request.kind is Kind.TRACES_PROTO:
+        for group in Traces.FromString(request.body).groups:
+            for scope in group.scopes:
+                yield from (item.trace_id.hex() for item in scope.items)
+        return
+    for group in Outline.FromString(request.body).groups:
         for scope in group.scopes:
-            scopes = dict[Place | None, Any]()
+            yield from (_home_of_record(group, scope, raw) for raw in scope.items)
+
+
+def _home_of_record(group: Any, scope: Any, raw: bytes) -> str:
+    """A log record outside any trace goes by its keys, for which it must be decoded."""
+    trace_id = LogRecord.FromString(raw).trace_id
+    if id_or_none(trace_id, TRACE_ID_BYTES):
+        return trace_id.hex()
+    alone = Outline()
+    alone.groups.add(resource=group.resource).scopes.add(scope=scope.scope, items=[raw])
+    spans, bad, _ = decode(Kind.LOGS_PROTO, alone.SerializeToString())
+    return _home([*spans, *bad][0])
+
+
+def _deal_apart(request: Request, places: Mapping[str, Place | None]) -> list[Piece]:
+    """A request for each partition, with its spans."""
+    requests = dict[int | None, Any]()
+    homes = _homes(request)
+    for group in Outline.FromString(request.body).groups:
+        groups = dict[int | None, Any]()
+        for scope in group.scopes:
+            scopes = dict[int | None, Any]()
             for item in scope.items:
-                to = place(_home_of_item(kind, item_type.FromString(item), group, scope, item))
-                if to not in scopes:
-                    if to not in groups:
-                        groups[to] = requests.setdefault(to, Outline()).groups.add(resource=group.resource)
-                    scopes[to] = groups[to].scopes.add(scope=scope.scope).items
-                scopes[to].append(item)
-    if len(requests) == 1:
-        (only,) = requests
-        return [Piece(only, *request)] if only else []
-    return [Piece(to, kind, own.SerializeToString(), received_ns) for to, own in requests.items() if to is not None]
+                to = places[next(homes)]
+                number = to and to.partition
+                if number not in scopes:
+                    if number not in groups:
+                        groups[number] = requests.setdefault(number, Outline()).groups.add(resource=group.resource)
+                    scopes[number] = groups[number].scopes.add(scope=scope.scope).items
+                scopes[number].append(item)
+    return _pieces(request, places, lambda number: (request.kind, requests[number].SerializeToString()))
 
 
 def _home(one: Decoded) -> str:
     return one.trace_id or (home(one, keys(one)) if isinstance(one, Span) else "")
-
-
-def _home_of_item(kind: Kind, item: Any, group: Any, scope: Any, raw: bytes) -> str:
-    """As `survey` names it. A log record outside any trace goes by its keys, for which it must be decoded."""
-    if kind is Kind.TRACES_PROTO or id_or_none(item.trace_id, TRACE_ID_BYTES):
-        return item.trace_id.hex()
-    alone = Outline()
-    alone.groups.add(resource=group.resource).scopes.add(scope=scope.scope, items=[raw])
-    spans, bad, _ = decode(kind, alone.SerializeToString())
-    return _home([*spans, *bad][0])
 
 
 def put_together(pieces: Iterable[Piece], rewards: Mapping[int, Sequence[Reward]], options: Options) -> Partition:
@@ -132,12 +156,13 @@ def put_together(pieces: Iterable[Piece], rewards: Mapping[int, Sequence[Reward]
     `pieces` hold every span of each of their components, in any order, duplicates included. Raises DecodeError if a
     piece is none of `deal`.
     """
-    waiting = defaultdict[int, list[Piece]](list)
+    waiting = defaultdict[int, list[Decoded]](list)
     for piece in pieces:
-        waiting[piece.place.component].append(piece)
+        for one in _decoded(piece):
+            waiting[piece.components[_home(one)]].append(one)
     rollouts, strays, missed = list[Rollout](), dict[bytes, Quarantined](), list[bytes]()
     for component in sorted(waiting):
-        found = list(_decoded(waiting.pop(component)))
+        found = waiting.pop(component)
         made, stray = adapt((one for one in found if isinstance(one, Span)), rewards.get(component, ()), options)
         rollouts += made
         for row in chain(stray, (one for one in found if isinstance(one, Quarantined))):
@@ -148,15 +173,11 @@ def put_together(pieces: Iterable[Piece], rewards: Mapping[int, Sequence[Reward]
     return Partition(rows_to_tables(rollouts, list(strays.values())), len(strays), list(dict.fromkeys(missed)))
 
 
-def _decoded(pieces: list[Piece]) -> Iterator[Decoded]:
-    while pieces:
-        piece = pieces.pop()
-        if piece.kind is None:
-            yield from pickle.loads(piece.body)
-        else:
-            spans, bad, _ = decode(piece.kind, piece.body, piece.received_ns)
-            yield from spans
-            yield from bad
+def _decoded(piece: Piece) -> list[Decoded]:
+    if piece.kind is None:
+        return pickle.loads(piece.body)
+    spans, bad, _ = decode(piece.kind, piece.body, piece.received_ns)
+    return [*spans, *bad]
 
 
 def key_of(row: Quarantined) -> bytes:

@@ -42,7 +42,7 @@ def spill(pieces: Iterable[Piece], folder: Path) -> None:
     """Add pieces to the files of their partitions."""
     waiting, size = defaultdict[int, list[Piece]](list), 0
     for piece in pieces:
-        waiting[piece.place.partition].append(piece)
+        waiting[piece.partition].append(piece)
         size += len(piece.body)
         if size >= SPILL_BYTES:
             _append(waiting, folder)

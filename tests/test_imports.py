@@ -25,6 +25,7 @@ SEE_EVERYTHING = {
     "collector/build.py",
     "collector/partition.py",
     "collector/spill.py",
+    "collector/survey.py",
 }
 """Where the stages are put together."""
 

@@ -36,6 +36,8 @@ CONTENT: Final = (
 REFERENCES: Final = tuple((name, name + end) for name in CONTENT for end in ("_ref", ".ref"))
 """Where uploaded content went."""
 ANSWERS: Final = (sc.GEN_AI_OUTPUT_MESSAGES,)
+_TELLING: Final = frozenset({*CONTENT, *(at for _, at in REFERENCES), sc.GEN_AI_COMPACTED})
+"""A span with none of these and no events tells nothing of the text."""
 
 
 @dataclass(slots=True)
@@ -121,14 +123,20 @@ def _call(
         response=said,
         tools=content.tools,
         # Text is not what is trained on: damage to it informs, while the ids are judged by their own counts.
-        flags=frozenset({"truncated_attribute"} if content.damaged else ()),
+        flags=_DAMAGED if content.damaged else frozenset(),
         metadata=dict(content.metadata),
     )
 
 
+_DAMAGED: Final = frozenset({"truncated_attribute"})
+
+
 def usage(attributes: Attributes, *names: str, foreign: bool = True) -> int | None:
     """The first of several token counts that is there."""
-    return next((n for name in names if (n := integer(attributes.get(name), foreign=foreign)) is not None), None)
+    for name in names:
+        if name in attributes and (count := integer(attributes[name], foreign=foreign)) is not None:
+            return count
+    return None
 
 
 # ------------------------------------------------------------------ content
@@ -138,6 +146,8 @@ def content_of(span: Span) -> Content:
     """The text of a call: from attributes of the span or of its details event, else from events per message."""
     found = Content()
     a = span.attributes
+    if not span.events and _TELLING.isdisjoint(a):
+        return found
     details = [e.attributes for e in span.events if e.name == DETAILS]
     if details and not any(name in a for name in CONTENT):
         bodies = (as_object(d.get("body")) for d in details)
