@@ -2,10 +2,9 @@
 
     bench/agent.py [--rounds 7] [--calls 60]
 
-A call is one of the OpenAI client to a model server that answers at once, 2,048 prompt ids and 256 sampled ones, whole:
-the same agent with spanmill and without, in turns. A start is `opentelemetry-instrument python -c pass`, with spanmill's
-distro and without, in turns, no other instrumentor at work. A process's own CPU time is counted, with the export of its
-spans.
+A call is one of the OpenAI client to a model server that answers at once, 2,048 prompt ids and 256 sampled ones, whole;
+a start is `opentelemetry-instrument python -c pass`, where no other instrumentor is at work. Both with spanmill and
+without, in turns. A process's own CPU time is counted, with the export of its spans.
 """
 
 import argparse
