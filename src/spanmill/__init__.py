@@ -11,7 +11,7 @@ With `spanmill[collector]`:
     adapt                                          spans in memory to Rollouts with their Triplets and Episodes
     Rollout, Triplet, Episode, Reward, Rollouts    what that takes and gives; Rollout.from_result for agent functions
     read_rollouts, read_triplets, read_episodes    a dataset's tables as polars LazyFrames, newest revision only
-    follow                                         a dataset's rollouts as they are written, each once
+    follow, News                                   a dataset's rollouts as they are written, each once
     select                                         rules that choose rollouts and Episodes, as polars expressions
     export, Fill                                   a dataset in the form that a trainer reads
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from spanmill.memory import Rollouts, adapt
     from spanmill.triplets import select
     from spanmill.triplets.exports import Fill, export
-    from spanmill.triplets.follow import follow
+    from spanmill.triplets.follow import News, follow
     from spanmill.triplets.reader import read_episodes, read_rollouts, read_triplets
     from spanmill.triplets.records import Episode, Reward, Rollout, Triplet
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Episode",
     "Fill",
+    "News",
     "Reward",
     "Rollout",
     "Rollouts",
@@ -84,7 +85,7 @@ _NAMES = {
     "spanmill.memory": ("Rollouts", "adapt"),
     "spanmill.triplets": ("select",),
     "spanmill.triplets.exports": ("Fill", "export"),
-    "spanmill.triplets.follow": ("follow",),
+    "spanmill.triplets.follow": ("News", "follow"),
     "spanmill.triplets.reader": ("read_episodes", "read_rollouts", "read_triplets"),
     "spanmill.triplets.records": ("Episode", "Reward", "Rollout", "Triplet"),
 }
