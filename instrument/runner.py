@@ -18,7 +18,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple, cast
+from typing import IO, Any, Final, NamedTuple, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -71,6 +71,11 @@ class Ended(NamedTuple):
     timed_out: bool = False
     why: str | None = None
     """Why it never began."""
+
+    @property
+    def well(self) -> bool:
+        """Whether it succeeded; what was told to end has not, however politely it did."""
+        return self.code == 0 and not self.timed_out
 
     @property
     def is_verdict(self) -> bool:
@@ -180,7 +185,8 @@ class _Runner:
         self._screen.stop()
         left = self._all - self._before - sum(self.counts[status] for status in STATUSES)
         parts = [f"{self.counts['succeeded']} succeeded", f"{self.counts['failed']} failed"]
-        parts += [f"{n} {what}" for what, n in (("cancelled", self.counts["cancelled"]), ("not started", left)) if n]
+        others = {status: self.counts[status] for status in STATUSES[2:]} | {"not started": left}
+        parts += [f"{n} {what}" for what, n in others.items() if n]
         timed_out = f" ({self.counts['timed out']} timed out)" if self.counts["timed out"] else ""
         total = f"{self.counts['attempts']} attempts{timed_out} in {time.monotonic() - started:.1f} s"
         self._screen.say(f"{', '.join(parts)}; {total}")
@@ -219,17 +225,17 @@ class _Runner:
                 )
                 words = fill(self._command, {**task.fields, **dict(zip(OURS, _ours(own), strict=True))})
                 ended = await self._process(words, {**env, REWARD_FILE: str(rewards)}, stdin, out, err)
-                done = ended.code == 0 or (self._options.reward_from_exit and ended.is_verdict)
-                rollout.status = "succeeded" if ended.code == 0 else "cancelled" if self._signals else "failed"
+                done = ended.well or (self._options.reward_from_exit and ended.is_verdict)
+                rollout.status = "succeeded" if ended.well else "cancelled" if self._signals else "failed"
                 if self._options.reward_from_exit and not self._signals and (done or is_last):
-                    rollout.reward(ended.code == 0, name="final")
+                    rollout.reward(ended.well, name="final")
                 if rewards.exists():
                     give_rewards(rollout, str(rewards))
             status = str(rollout.status)
             self._claims.end(own.rollout_id, status=status, exit_code=ended.code, timed_out=ended.timed_out, done=done)
             self.counts["timed out"] += ended.timed_out
             self._screen.show(out, err)
-            if ended.code:
+            if not ended.well:
                 self._screen.say(f"{own.rollout_id} attempt {own.attempt}: {status}, {ended.words()}")
         return status, done
 
@@ -309,6 +315,16 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
+@contextmanager
+def _perhaps_unread(target: TextIO) -> Generator[None]:
+    """While something is written: if nobody reads it any more (`| head`), it goes nowhere, and the rollouts go on."""
+    try:
+        yield
+    except BrokenPipeError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), target.fileno())
+
+
 class _Screen:
     """What a person sees: on stderr a bar on a terminal and plain lines elsewhere, and what the commands wrote."""
 
@@ -317,7 +333,6 @@ class _Screen:
         self._task = TaskID(0)
         self._all = self._before = 0
         self._said = time.monotonic()
-        self._is_read = True
 
     def __enter__(self) -> "_Screen":
         return self
@@ -356,7 +371,7 @@ class _Screen:
 
     def say(self, text: str) -> None:
         """A line of ours."""
-        with self._paused():
+        with self._paused(), _perhaps_unread(sys.stderr):
             print(f"spanmill run: {text}", file=sys.stderr, flush=True)
 
     def show(self, out: IO[bytes], err: IO[bytes]) -> None:
@@ -364,13 +379,9 @@ class _Screen:
         with self._paused():
             for source, target in ((out, sys.stdout), (err, sys.stderr)):
                 source.seek(0)
-                if target is sys.stderr or self._is_read:
-                    try:
-                        shutil.copyfileobj(source, target.buffer)
-                        target.flush()
-                    except BrokenPipeError:  # nobody reads it any more: the rollouts go on
-                        self._is_read = False
-                        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                with _perhaps_unread(target):
+                    shutil.copyfileobj(source, target.buffer)
+                    target.flush()
 
     @contextmanager
     def _paused(self) -> Generator[None]:

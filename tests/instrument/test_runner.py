@@ -177,10 +177,9 @@ def test_so_many_run_at_once(run_many: RunMany, tmp_path: Path) -> None:
     assert 7 == len(out.split())
 
 
-@pytest.mark.parametrize("ignores", [False, True])
-def test_what_takes_too_long_is_ended(ignores: bool, run_many: RunMany, grpc_sink: Sink) -> None:
-    """With all that it started; killed if it does not end when it is told to."""
-    trap = "trap '' TERM;" if ignores else ""
+@pytest.mark.parametrize("trap", ["", "trap '' TERM;", "trap 'exit 0' TERM;"], ids=["dies", "ignores", "obeys"])
+def test_what_takes_too_long_is_ended(trap: str, run_many: RunMany, grpc_sink: Sink) -> None:
+    """With all that it started; killed if it does not end when it is told to; failed also if it ends well then."""
     script = f"{trap} sleep 60 & echo $!; {trap} sleep 60; {trap} sleep 60"
     process = run_many([{}], "--timeout", "0.5", "--", "sh", "-c", script, patch="runner.GRACE_S = 0.5")
     code, out, said = finish(process)
@@ -276,6 +275,16 @@ def test_without_a_reader_the_rollouts_go_on(run_many: RunMany, grpc_sink: Sink)
     _, err = process.communicate(timeout=60)
     assert (0, "3 succeeded, 0 failed; 3 attempts") == (process.returncode, ENDED.findall(err)[0].rpartition(": ")[2])
     assert 3 == len(ends(grpc_sink))
+
+
+def test_without_any_reader_the_rollouts_go_on(run_many: RunMany, grpc_sink: Sink) -> None:
+    """Not even for what is said on stderr."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    process = run_many([{}], "--repeat", "3", "--", "sh", "-c", "seq 100000 >&2", stderr=theirs)
+    os.close(theirs)
+    process.communicate(timeout=60)
+    assert (0, 3) == (process.returncode, len(ends(grpc_sink)))
 
 
 def test_a_bar_on_a_terminal(run_many: RunMany) -> None:
