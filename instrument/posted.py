@@ -1,14 +1,16 @@
 """Rewards posted to a collector over HTTP, and what it says became of them."""
 
 import json
+import ssl
 from collections.abc import Iterable, Iterator, Mapping
 from http.client import HTTPException
 from itertools import islice
 from typing import Any, Final, NamedTuple, cast
 from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 from spanmill.errors import CollectorError
+from spanmill.instrument import credentials
 from spanmill.instrument.exporters import with_scheme
 
 DEFAULT_ENDPOINT: Final = "http://127.0.0.1:4318"
@@ -31,15 +33,20 @@ class Posted(NamedTuple):
     """Rollouts that the collector has not seen so far, for which their rewards wait; None if it cannot tell."""
 
 
-def post_rewards(rewards: Iterable[RewardFields], endpoint: str = DEFAULT_ENDPOINT) -> Posted:
+def post_rewards(
+    rewards: Iterable[RewardFields], endpoint: str = DEFAULT_ENDPOINT, *, token: str | None = None
+) -> Posted:
     """Post rewards to a collector's HTTP address, as of the command line, and return once all are stored.
 
-    Raises CollectorError if it cannot be reached, does not answer in time or refuses them; those before may be stored.
+    `token` is the collector's bearer token; without one, and for headers and certificates, the environment counts
+    (`credentials`). Raises ConfigError for credentials that cannot work, and CollectorError if the collector cannot be
+    reached, does not answer in time or refuses the rewards; those before may be stored.
     """
     base = with_scheme(endpoint).rstrip("/").removesuffix("/v1/traces").removesuffix("/v1/rewards")
+    headers = {**credentials.request_headers(token), "content-type": "application/json"}
     stored, waiting, told = 0, dict[str, None](), True
     for batch in _batches(rewards):
-        answer = _post(f"{base}/v1/rewards", json.dumps(batch).encode())
+        answer = _post(f"{base}/v1/rewards", headers, json.dumps(batch).encode())
         stored += cast("int", answer["accepted"])
         told = told and "waiting" in answer
         waiting |= dict.fromkeys(cast("list[str]", answer.get("waiting", [])))
@@ -67,14 +74,19 @@ def _batches(rewards: Iterable[RewardFields]) -> Iterator[list[dict[str, Any]]]:
         yield batch
 
 
-def _post(url: str, body: bytes) -> dict[str, Any]:
-    request = Request(url, body, {"Content-Type": "application/json"})
-    opener = build_opener(ProxyHandler({})) if "//127.0.0.1" in url or "//localhost" in url else build_opener()
+def _post(url: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+    request = Request(url, body, dict(headers))
+    direct = [ProxyHandler({})] if "//127.0.0.1" in url or "//localhost" in url else []
+    secure = [HTTPSHandler(context=credentials.tls())] if url.startswith("https:") else []
+    opener = build_opener(*direct, *secure)
     try:
         with opener.open(request, timeout=TIMEOUT_S) as answer:
             found = json.loads(answer.read())
     except HTTPError as error:
-        raise CollectorError(f"the collector at {url} refuses the rewards: {error.code} {_reason(error)}") from error
+        how = "; --token-file FILE or SPANMILL_TOKEN gives a token" if error.code == 401 else ""
+        raise CollectorError(
+            f"the collector at {url} refuses the rewards: {error.code} {_reason(error)}{how}"
+        ) from error
     except TimeoutError as error:
         raise CollectorError(f"the collector at {url} does not answer within {TIMEOUT_S:g} s") from error
     except (HTTPException, ValueError) as error:
@@ -83,6 +95,9 @@ def _post(url: str, body: bytes) -> dict[str, Any]:
         cause = getattr(error, "reason", error)
         if isinstance(cause, TimeoutError):
             raise CollectorError(f"the collector at {url} does not answer within {TIMEOUT_S:g} s") from error
+        if isinstance(cause, ssl.SSLError):
+            why = getattr(cause, "verify_message", None) or cause.reason or cause
+            raise CollectorError(f"the collector at {url} cannot be trusted, or speaks no TLS: {why}") from error
         why = getattr(cause, "strerror", None) or cause
         raise CollectorError(f"no collector answers at {url}: {why}") from error
     if not isinstance(found, dict) or "accepted" not in found:

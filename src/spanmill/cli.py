@@ -233,8 +233,17 @@ def reward(
     endpoint: Annotated[
         str | None, typer.Option(metavar="URL", help="the collector's HTTP address", envvar="SPANMILL_ENDPOINT")
     ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="the collector's bearer token, on its first line; else SPANMILL_TOKEN, OTEL_EXPORTER_OTLP_HEADERS",
+            envvar="SPANMILL_TOKEN_FILE",
+        ),
+    ] = None,
 ) -> None:
     """Reward a rollout, or many from a Parquet, CSV or JSON lines table, at a running `spanmill serve`."""
+    from spanmill.instrument.credentials import read_token
     from spanmill.instrument.posted import DEFAULT_ENDPOINT, RewardFields, post_rewards, said
 
     rewards: Iterable[RewardFields]
@@ -249,7 +258,8 @@ def reward(
         )
     else:
         rewards = _table_rewards(table)
-    print(said(post_rewards(rewards, endpoint or DEFAULT_ENDPOINT)))
+    token = None if token_file is None else read_token(token_file)
+    print(said(post_rewards(rewards, endpoint or DEFAULT_ENDPOINT, token=token)))
 
 
 def _reward_value(text: str) -> float:
