@@ -1,5 +1,6 @@
 """A journal and its indexer without processes, on a clock of their own."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from made_spans import Span, make_request
@@ -30,7 +31,8 @@ class Service:
         self.reports: list[str] = []
         self._timing = timing
         self.keep = keep
-        self._journal = JournalWriter(folder / "journal", segment_bytes=segment_bytes)
+        self._segment_bytes = segment_bytes
+        self._journals = {0: JournalWriter(folder / "journal", segment_bytes=segment_bytes)}
         self.start()
 
     def start(self) -> None:
@@ -56,19 +58,28 @@ class Service:
     def close(self) -> None:
         """Stop."""
         self.indexer.close()
-        self._journal.close()
+        for journal in self._journals.values():
+            journal.close()
 
-    def receive(self, *spans: Span) -> Position:
-        """Spans in a request of their own."""
-        return self.append(Kind.TRACES_PROTO, make_request(*spans))
+    def receive(self, *spans: Span, worker: int = 0) -> Position:
+        """Spans in a request of their own, to one of the workers."""
+        return self.append(Kind.TRACES_PROTO, make_request(*spans), worker)
 
-    def reward(self, *given: Reward) -> None:
-        """Rewards, as they are posted."""
-        self.append(Kind.REWARDS, rewards.encode(given))
+    def reward(self, *given: Reward, worker: int = 0) -> None:
+        """Rewards, as they are posted now."""
+        stamped = [replace(reward, received_ns=self.now_ns) for reward in given]
+        self.append(Kind.REWARDS, rewards.encode(stamped), worker)
 
-    def append(self, kind: Kind, body: bytes) -> Position:
-        """A record in the journal, received now."""
-        return self._journal.append(kind, body, self.now_ns)
+    def append(self, kind: Kind, body: bytes, worker: int = 0) -> Position:
+        """A record in a worker's part of the journal, received now."""
+        if worker not in self._journals:
+            folder = self.folder / "journal"
+            self._journals[worker] = JournalWriter(folder, worker=worker, segment_bytes=self._segment_bytes)
+        return self._journals[worker].append(kind, body, self.now_ns)
+
+    def close_part(self, worker: int) -> None:
+        """A worker that is no more."""
+        self._journals.pop(worker).close()
 
     def work(self, after_s: float = 0, *, flush: bool = False) -> int:
         """Let time pass, index all there is, look now and after every flush; how many rollouts were written."""

@@ -61,8 +61,15 @@ class Served:
 
     def indexer(self) -> int:
         """The process id of the running indexer."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return int(wait_for(lambda: children.read_text().split())[0])
+        return wait_for(lambda: self._children("indexer"))[0]
+
+    def workers(self) -> list[int]:
+        """The process ids of the workers that run; none if there is but one, which is the service."""
+        return self._children("worker")
+
+    def _children(self, module: str) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in children if f"spanmill.collector.{module}" in _command(int(pid))]
 
     def send(self, request: bytes) -> None:
         """Export a request; grpc.RpcError if it is not acknowledged."""
@@ -97,6 +104,14 @@ def wait_for(probe: Callable[[], T], seconds: float = 30) -> T:
             raise TimeoutError(f"waited {seconds} s")
         time.sleep(0.02)
     return found
+
+
+def _command(pid: int) -> str:
+    """The command line of a process, empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except FileNotFoundError:
+        return ""
 
 
 def alive(pid: int) -> bool:

@@ -1,6 +1,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -364,22 +365,28 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(ACTIONS, max_size=25), st.permutations(range(len(SPANS))))
+@given(
+    st.lists(ACTIONS, max_size=25),
+    st.permutations(range(len(SPANS))),
+    st.lists(st.integers(0, 2), min_size=1, max_size=40),
+)
 def test_whatever_happens_the_rows_are_those_of_build(
-    tmp_path_factory: pytest.TempPathFactory, actions: list[int | float | str], rest: list[int]
+    tmp_path_factory: pytest.TempPathFactory, actions: list[int | float | str], rest: list[int], workers: list[int]
 ) -> None:
-    """After pauses, duplicates, flushes, kills and losses of the index in any order the newest rows are `build`'s."""
+    """After pauses, duplicates, flushes, kills and losses of the index in any order the newest rows are `build`'s,
+    whichever worker received what.
+    """
     service = Service(tmp_path_factory.mktemp("service"))
-    for number, action in enumerate([*actions, *rest]):
+    for number, (action, worker) in enumerate(zip([*actions, *rest], cycle(workers), strict=False)):
         match action:
             case int():
-                service.receive(SPANS[action])
+                service.receive(SPANS[action], worker=worker)
             case float():
                 service.work(action)
             case "reward":
-                service.reward(Reward("a", float(number)))
+                service.reward(Reward("a", float(number)), worker=worker)
             case "flush":
-                service.append(Kind.FLUSH, b"")
+                service.append(Kind.FLUSH, b"", worker)
             case "tidy":
                 service.indexer.tidy()
             case _:
