@@ -43,7 +43,7 @@ def request_headers(token: str | None = None) -> dict[str, str]:
 
     Raises ConfigError for a token that no header can carry.
     """
-    found = parse_env_headers(os.environ.get(HEADERS, ""), liberal=True)
+    found = dict(parse_env_headers(os.environ.get(HEADERS, ""), liberal=True))
     token = token or os.environ.get(TOKEN)
     if token:
         if not token.isascii() or not token.isprintable():
