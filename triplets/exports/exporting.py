@@ -250,7 +250,7 @@ def _whole_groups(rows: Iterator[Any], wanted: pl.DataFrame) -> Iterator[Any]:
         for row, uid in enumerate(batch.column("uid").to_pylist()):
             place.setdefault(uid, []).append(row)
         complete: list[Any] = []
-        for uid, found in place.items():
+        for uid, found in sorted(place.items(), key=lambda item: item[1][-1]):  # as they become complete
             waiting.setdefault(uid, []).append(batch.take(found))
             missing[uid] -= len(found)
             if not missing[uid]:

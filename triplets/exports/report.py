@@ -35,7 +35,7 @@ class Report(NamedTuple):
                 continue
             total = sum(found.values())
             lines.append((name, total, ""))
-            lines += [(f"  {reason}", n, f"{n / total:8.1%}") for reason, n in _sorted(found)]
+            lines += [(f"  {reason}", n, f"{n / max(1, total):8.1%}") for reason, n in _sorted(found)]
         width = max(len(name) for name, _, _ in lines)
         digits = max(len(f"{number:,}") for _, number, _ in lines)
         return "".join(f"{name:<{width}}  {number:>{digits},}{share}".rstrip() + "\n" for name, number, share in lines)

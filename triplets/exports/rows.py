@@ -45,16 +45,16 @@ def _open(root: Path, table: TableSpec, number: int) -> Any:
 def _whole_rollouts(file: Any, columns: Sequence[str]) -> Iterator[Any]:
     groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     size = max(1, sum(group.total_byte_size for group in groups))
+    left = file.metadata.num_rows
     rest: Any = None
     for batch in file.iter_batches(max(1, file.metadata.num_rows * BATCH_BYTES // size), columns=list(columns)):
         rows = pa.Table.from_batches([batch])
+        left -= rows.num_rows
         rows = rows if rest is None else pa.concat_tables([rest, rows])
-        end = _last_rollout(rows)
+        end = _last_rollout(rows) if left else rows.num_rows
         if end:
             yield rows.slice(0, end)
         rest = rows.slice(end)
-    if rest is not None:
-        yield rest
 
 
 def _last_rollout(rows: Any) -> int:
@@ -74,5 +74,8 @@ def _picked(rows: Any, extra: pl.DataFrame, on: Sequence[str]) -> Iterator[Any]:
     taken = rows.take(pa.array(found["row"].to_numpy()))
     for name in extra.columns:
         if name not in on and name != "place":
-            taken = taken.append_column(name, found[name].to_arrow())
+            column = found[name].to_arrow()
+            taken = taken.append_column(
+                name, column.cast(pa.string()) if pa.types.is_large_string(column.type) else column
+            )
     yield taken.combine_chunks()
