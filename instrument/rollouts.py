@@ -315,11 +315,21 @@ def rollout(
     }
     if base_url is not None:
         carriers.check_url(base_url)
-    work = Work(task_input, tuple(claimed_at), base_url, api_key)
+    work = Work(task_input, _texts("claimed_at", claimed_at), base_url, api_key)
     if rollout_id is None:
         return Rollout(None, others, work)
     own = identity.usable("rollout_id", rollout_id) or uuid4().hex
     return Rollout(Identity(str(own), **others), others, work)
+
+
+def _texts(name: str, values: object) -> tuple[str, ...]:
+    said = f"{type(values).__name__} {str(values)[:80]!r}"
+    found = cast("Sequence[object]", values) if isinstance(values, (list, tuple)) else [None]
+    texts = tuple(value for value in found if isinstance(value, str))
+    if len(texts) == len(found):
+        return texts
+    report(name, f"{name}: expected a list of texts, found {said}; it is left out")
+    return ()
 
 
 def current() -> Rollout | None:

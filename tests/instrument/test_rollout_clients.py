@@ -130,7 +130,7 @@ def test_task_input_and_claims_are_in_the_metadata(emitted: Spans) -> None:
     times = ["2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"]
     with rollout("a", attempt=1, task_input={"q": ["é", 1.5]}, claimed_at=times, resources_id="w"):
         pass
-    with rollout("b", task_input={1, 2}):
+    with rollout("b", task_input={1, 2}, claimed_at="2026"):
         pass
     a, b = (json.loads(row.metadata) for row in adapt(emitted()))
     assert ({"input": {"q": ["é", 1.5]}, "claims": 2, "claimed_at": times}, "w") == (a["task"], a["resources_id"])
