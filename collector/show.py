@@ -18,8 +18,10 @@ from rich.tree import Tree
 
 from spanmill.errors import DatasetError
 from spanmill.triplets.flags import in_words
-from spanmill.triplets.reader import read_episodes, read_quarantine, read_rollouts, read_triplets
+from spanmill.triplets.json_rows import json_text
+from spanmill.triplets.reader import read_rollout, read_rollouts
 from spanmill.triplets.records import Json
+from spanmill.triplets.schema import TABLES
 
 Row = Mapping[str, Any]
 
@@ -38,22 +40,41 @@ CONTROL: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories of what a terminal obeys instead of showing it: escapes, newlines, changes of direction."""
 
 
-def show(dataset: Path, rollout: str | None = None, attempt: int | None = None, console: Console | None = None) -> None:
+def show(
+    dataset: Path,
+    rollout: str | None = None,
+    attempt: int | None = None,
+    console: Console | None = None,
+    *,
+    as_json: bool = False,
+) -> None:
     """Print the rollouts of a dataset as a table; with `rollout`, an id or the beginning of one, that one in full.
 
     An id counts before a beginning; of what several begin with, or of several attempts, the table is printed. Plain
-    text where stdout is no terminal. Raises DatasetError if there is no dataset, or no such rollout in it.
+    text where stdout is no terminal. `as_json` prints the rows as they are stored instead: a rollout a line, or of one
+    in full an object with a list of rows for each table.
+
+    Raises DatasetError if there is no dataset, or no such rollout in it.
     """
     console = console or _console()
     rows = read_rollouts(dataset).sort("started_at", "rollout_id", "attempt").collect()
     found = _selected(rows, rollout, attempt)
     if rollout is not None and found.height == 1:
-        console.print(_rollout(dataset, found.row(0, named=True)))
+        tables = read_rollout(dataset, found["rollout_id"][0], found["attempt"][0])
+        rows_of = {name: frame.to_dicts() for name, frame in tables.items()}
+        if as_json:
+            print(json_text(rows_of))
+        else:
+            console.print(_rollout(rows_of))
         return
     if found.is_empty() and (rollout is not None or attempt is not None):
         wanted = "no rollout" if rollout is None else f"no rollout {escaped(rollout)!s}"
         more = "" if attempt is None else f" with attempt {attempt}"
         raise DatasetError(f"{dataset} has {wanted}{more}; `spanmill show {dataset}` lists the {rows.height} it has")
+    if as_json:
+        for row in found.iter_rows(named=True):
+            print(json_text(row))
+        return
     console.print(_rollouts(found.to_dicts(), console.width))
     if rollout is not None:
         console.print(f"{found.height} match; name one of them, and its --attempt where it has several, to see it.")
@@ -124,11 +145,8 @@ def _in_lines(row: Row) -> tuple[Text, Text]:
 # One rollout
 
 
-def _rollout(dataset: Path, rollout: Row) -> RenderableType:
-    own = (pl.col("rollout_id") == rollout["rollout_id"]) & (pl.col("attempt") == rollout["attempt"])
-    triplets = read_triplets(dataset).filter(own).sort("turn", "choice").collect().to_dicts()
-    episodes = read_episodes(dataset).filter(own).sort("episode").collect().to_dicts()
-    aside = read_quarantine(dataset).filter(own).collect().to_dicts()
+def _rollout(rows: Mapping[str, Sequence[Row]]) -> RenderableType:
+    (rollout,), triplets, episodes, aside = (rows[table.name] for table in TABLES)
     parts = [_head(rollout), _rewards(rollout), _calls(triplets), *map(_episode, episodes), _quarantine(aside)]
     flagged = [rollout, *triplets, *episodes]
     flags = sorted({flag for row in flagged for flag in row["flags"]} | {row["reason"] for row in aside})

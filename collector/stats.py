@@ -1,8 +1,9 @@
 """The loss report: what became of every call and every sampled token of a dataset, told from the dataset alone."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import polars as pl
 
@@ -21,11 +22,17 @@ class _Line(NamedTuple):
     """Of the total that the line is a part of."""
 
 
-def loss_report(dataset: str | Path) -> str:
+def loss_report(dataset: str | Path, *, as_json: bool = False) -> str:
     """The report as aligned plain text; the same dataset gives the same text.
 
+    `as_json` gives one object instead: each line as `{"value": ..., "share": ...?, "parts": {...}?}` under its label.
     Raises DatasetError if there is no dataset, SchemaVersionError if a newer spanmill wrote it.
     """
+    lines = _lines(dataset)
+    return f"{json.dumps(_nested(lines))}\n" if as_json else _aligned(lines)
+
+
+def _lines(dataset: str | Path) -> list[_Line]:
     rollouts = read_rollouts(dataset).collect()
     triplets = read_triplets(dataset).select("trainable", "flags").collect()
     mask = pl.col("loss_mask").list  # as long as input_ids, in a quarter of the memory
@@ -33,21 +40,19 @@ def loss_report(dataset: str | Path) -> str:
     columns = (*_ROLLOUT, "num_turns", "truncated", "flags")
     episodes = read_episodes(dataset).select(*columns, tokens=tokens, trained=trained).collect()
     reasons = read_quarantine(dataset).select("reason").collect()["reason"]
-    return _aligned(
-        [
-            *_rollouts(rollouts),
-            _Line(),
-            *_calls(rollouts, triplets),
-            _Line(),
-            *_tokens(rollouts),
-            *_conservation(rollouts, episodes),
-            _Line(),
-            *_episodes(episodes),
-            _Line(),
-            _Line("rows in quarantine", reasons.len()),
-            *_counts(reasons),
-        ]
-    )
+    return [
+        *_rollouts(rollouts),
+        _Line(),
+        *_calls(rollouts, triplets),
+        _Line(),
+        *_tokens(rollouts),
+        *_conservation(rollouts, episodes),
+        _Line(),
+        *_episodes(episodes),
+        _Line(),
+        _Line("rows in quarantine", reasons.len()),
+        *_counts(reasons),
+    ]
 
 
 def _rollouts(rollouts: pl.DataFrame) -> Iterator[_Line]:
@@ -125,3 +130,20 @@ def _text(line: _Line, width: int, digits: int) -> str:
     value = f"{line.value:>{digits},}" if isinstance(line.value, int) else line.value
     share = "" if line.share is None else f"{line.share:>8.1%}"
     return f"{line.label:<{width}}  {value}{share}"
+
+
+def _nested(lines: list[_Line]) -> dict[str, Any]:
+    """The lines by label; those that are indented under another are its parts."""
+    whole: dict[str, Any] = {}
+    above = [whole]
+    for line in lines:
+        if not line.label:
+            continue
+        label = line.label.strip()
+        depth = (len(line.label) - len(line.label.lstrip())) // 2
+        told: dict[str, Any] = {"value": line.value} | ({} if line.share is None else {"share": line.share})
+        del above[depth + 1 :]
+        place = above[depth] if depth == 0 else above[depth].setdefault("parts", {})
+        place[label] = told
+        above.append(told)
+    return whole

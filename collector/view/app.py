@@ -3,10 +3,8 @@
 Every value of a span is hostile text: the templates escape it, and the headers let no script of another run.
 """
 
-import base64
 import ipaddress
 import logging
-import math
 import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -21,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -32,6 +30,7 @@ from spanmill.collector.view.data import Data
 from spanmill.collector.view.strips import TextOf, load_tokenizer
 from spanmill.collector.view.text import visible
 from spanmill.errors import DatasetError, ListenError
+from spanmill.triplets.json_rows import json_text
 
 _log = logging.getLogger(__name__)
 
@@ -175,7 +174,7 @@ class _Site:
     def row(self, request: Request) -> Response:
         """A stored row as JSON."""
         status, row = self._made(pages.row_json, request)
-        return _Json(row, status, _HEADERS)
+        return Response(json_text(row), status, _HEADERS, "application/json")
 
     def stamp(self, request: Request) -> Response:
         """Changes when there is something new to see."""
@@ -192,25 +191,6 @@ class _Site:
             return 400, {"said": str(error)}
         except (DatasetError, pl.exceptions.PolarsError) as error:
             return 503, {"said": f"The dataset cannot be read: {error}"}
-
-
-class _Json(JSONResponse):
-    """As stored: times as ISO 8601, bytes as base64, a number that JSON does not know as text."""
-
-    def render(self, content: Any) -> bytes:
-        return super().render(_plain(content))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(part) for name, part in value.items()}  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, list):
-        return [_plain(part) for part in value]  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, datetime):
-        return value.isoformat()
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
 
 def _templates(dataset: Path, has_text: bool) -> Environment:

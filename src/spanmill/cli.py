@@ -297,11 +297,14 @@ def show(
         str | None, typer.Argument(metavar="[ROLLOUT]", help="its id, or the beginning of it", show_default=False)
     ] = None,
     attempt: Annotated[int | None, typer.Option(help="only this attempt", min=0)] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="the rows as JSON: a rollout a line, or one with all")
+    ] = False,
 ) -> None:
     """Show the rollouts of a dataset, or one rollout as a tree and as tokens."""
     from spanmill.collector.show import show
 
-    show(dataset, rollout, attempt)
+    show(dataset, rollout, attempt, as_json=as_json)
 
 
 @app.command()
@@ -323,11 +326,14 @@ def doctor(
 
 
 @app.command()
-def stats(dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="folder of a dataset")]) -> None:
+def stats(
+    dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="folder of a dataset")],
+    as_json: Annotated[bool, typer.Option("--json", help="as one JSON object")] = False,
+) -> None:
     """Show what became of every call and every sampled token of a dataset."""
     from spanmill.collector.stats import loss_report
 
-    print(loss_report(dataset), end="")
+    print(loss_report(dataset, as_json=as_json), end="")
 
 
 @app.command()

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from spanmill.collector.show import show
 from spanmill.errors import DatasetError
+from spanmill.triplets.reader import read_episodes, read_rollouts
 from spanmill.triplets.records import Episode, Quarantined, RewardSeen, Rollout, Triplet, Turn
 from spanmill.triplets.writer import DatasetWriter
 
@@ -207,3 +208,15 @@ def test_a_terminal_gets_its_colours(dataset: Path) -> None:
     file = io.StringIO()
     show(dataset, "job/a", None, Console(file=file, force_terminal=True, color_system="truecolor", width=100))
     assert ("\x1b[1m" in file.getvalue(), "\x1b[31m" in file.getvalue()) == (True, False)
+
+
+def test_rows_come_as_json(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All rollouts are a line each; one is an object with the rows of every table, as they are stored."""
+    show(dataset, as_json=True)
+    listed = [json.loads(line)["rollout_id"] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(read_rollouts(dataset).collect()["rollout_id"]) == sorted(listed)
+    show(dataset, "job/a", as_json=True)
+    one = json.loads(capsys.readouterr().out)
+    frame = read_episodes(dataset).filter(rollout_id="job/a").collect()
+    assert frame["input_ids"].to_list() == [row["input_ids"] for row in one["episodes"]]
+    assert {"rollouts", "triplets", "episodes", "quarantine"} == set(one)

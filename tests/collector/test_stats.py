@@ -1,5 +1,7 @@
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,3 +135,20 @@ def test_no_dataset_is_an_error(tmp_path: Path) -> None:
     """A folder that holds no dataset is an error that names it, not an empty report."""
     with pytest.raises(DatasetError, match=str(tmp_path)):
         loss_report(tmp_path)
+
+
+def test_the_report_as_json(tmp_path: Path) -> None:
+    """Each line stands under its label, with value and share; what is indented under it are its parts."""
+    with DatasetWriter(tmp_path) as writer:
+        writer.write(rollouts())
+    whole = json.loads(loss_report(tmp_path, as_json=True))
+    assert {"value": 2} == {"value": whole["rollouts"]["value"]}
+    assert {"value": 1, "share": 1 / 3} == {
+        k: whole["calls seen"]["parts"]["quarantined"][k] for k in ("value", "share")
+    }
+    text = [line for line in loss_report(tmp_path).splitlines() if line]
+
+    def count(lines: dict[str, Any]) -> int:
+        return sum(1 + count(line.get("parts", {})) for line in lines.values())
+
+    assert len(text) == count(whole)
