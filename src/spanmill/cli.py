@@ -349,7 +349,7 @@ def export(
     from spanmill.triplets.select import Selection
 
     fill = Fill(
-        *(settings[f"fill_{name}"] for name in ("reward", "temperature", "policy_version")), settings["pad_token_id"]
+        settings["fill_reward"], settings["fill_temperature"], settings["fill_policy_version"], settings["pad_token_id"]
     )
     selection = Selection(**{option.name: settings[option.name] for option in fields(Selection)})
     print(write(dataset, settings["to"], settings["out"], selection, fill).text, end="")
