@@ -24,7 +24,7 @@ Json = Any
 Receiver = Callable[[], AbstractContextManager[Sink]]
 
 HERE = Path(__file__).parent
-READY_S = 300
+READY_S = 600
 MESSAGES = [{"role": "user", "content": "hello world"}]
 MODEL = "tiny"
 
@@ -109,12 +109,12 @@ class VllmServer:
         """All spans received so far."""
         return [span for body in list(self.sink.bodies) for span in decode_traces(body).spans]
 
-    def rollout(self, rollout_id: str, calls: int, timeout_s: float = 20) -> Rollout:
+    def rollout(self, rollout_id: str, calls: int, timeout_s: float = 60) -> Rollout:
         """The only attempt of a rollout, as soon as that many calls of it are there."""
         (found,) = self.attempts(rollout_id, calls, timeout_s)
         return found
 
-    def attempts(self, rollout_id: str, calls: int, timeout_s: float = 20) -> list[Rollout]:
+    def attempts(self, rollout_id: str, calls: int, timeout_s: float = 60) -> list[Rollout]:
         """All attempts of a rollout, as soon as that many calls of it are there."""
         until = time.monotonic() + timeout_s
         while True:
