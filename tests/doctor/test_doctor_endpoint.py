@@ -128,6 +128,25 @@ def test_what_is_no_endpoint(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> 
     assert ("error", "write http://HOST:PORT") == (finding.level, finding.do)
 
 
+def test_odd_variables(served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Headers and certificates that are none never stop the examination; a path that is not there is told."""
+    junk = tmp_path / "junk.pem"
+    junk.write_text("junk")
+    for odd in ("a b=c", "authorization=\u20ac", "x=%0A", "=", ",", "a"):
+        for address, protocol in ((served.address, GRPC), (served.http_address, HTTP)):
+            first, *_ = found(monkeypatch, f"http://{address}", **protocol, OTEL_EXPORTER_OTLP_HEADERS=odd)
+            assert "takes spans" in first.text
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_HEADERS")
+    first, *_ = found(monkeypatch, None, **HTTP, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=f"http://{served.http_address}")
+    assert ("error", True) == (first.level, "let it end in /v1/traces" in first.do)
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    monkeypatch.setattr(endpoints, "TIMEOUT_S", 1.0)
+    for name in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"):
+        monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{name}", str(junk))
+    for address, protocol in ((served.address, GRPC), (served.http_address, HTTP)):
+        assert ["error"] == [f.level for f in found(monkeypatch, f"https://{address}", **protocol)]
+
+
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a listener, and with one that never answers, spans are lost."""
     (finding,) = found(monkeypatch, "http://127.0.0.1:9")

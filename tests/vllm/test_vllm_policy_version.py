@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from running_vllm import MESSAGES, MODEL, VllmServer, new_rollout, running_server
+from running_vllm import HERE, MESSAGES, MODEL, VllmServer, new_rollout, running_server
 
 from spanmill.instrument.vllm.policy_route import POLICY
 
@@ -23,7 +23,11 @@ def versions_of(server: VllmServer, rollout: str, calls: int) -> set[str | None]
 
 def test_two_api_servers(tiny_model: Path) -> None:
     """A version that one process was told holds in the other, for what is shown and for what is recorded."""
-    with running_server(tiny_model, "--api-server-count", "2") as server, ThreadPoolExecutor(AT_ONCE) as pool:
+    command_line = (str(HERE / "vllm_cli.py"), "serve")
+    with (
+        running_server(tiny_model, "--api-server-count", "2", launcher=command_line) as server,
+        ThreadPoolExecutor(AT_ONCE) as pool,
+    ):
 
         def answered(path: str, wanted: int, timeout_s: float = 60) -> dict[int, object]:
             """By process, what it answers; each connection is a new one, and some process takes it."""

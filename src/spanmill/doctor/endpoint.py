@@ -16,6 +16,7 @@ from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 import grpc
 
+from spanmill.doctor.environment import HEADERS, is_header
 from spanmill.doctor.finding import Finding, error, ok, warning
 from spanmill.doctor.metrics import examine_metrics
 from spanmill.instrument.exporters import ENDPOINT, GRPC, HTTP, HTTP_PORT, TRACES_ENDPOINT, TRACES_PATH, Target, target
@@ -117,10 +118,10 @@ def _url_of(to: Target, environ: Mapping[str, str]) -> str:
 
 
 def _headers(environ: Mapping[str, str]) -> dict[str, str]:
-    """`OTEL_EXPORTER_OTLP_HEADERS`, as exporters read it."""
-    said = environ.get("OTEL_EXPORTER_OTLP_TRACES_HEADERS") or environ.get("OTEL_EXPORTER_OTLP_HEADERS") or ""
-    pairs = [pair.partition("=") for pair in said.split(",") if "=" in pair]
-    return {unquote(name).strip().lower(): unquote(value).strip() for name, _, value in pairs}
+    """`OTEL_EXPORTER_OTLP_HEADERS`, as exporters read it: without what is no header."""
+    said = next((environ[name] for name in HEADERS if environ.get(name)), "")
+    pairs = [unquote(pair).partition("=") for pair in said.split(",") if is_header(unquote(pair))]
+    return {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
 def _ask(place: Place) -> Answer:
@@ -197,7 +198,7 @@ def _ask_http(place: Place) -> Answer:
     try:
         status, body = _open(place.url, place.environ, {"content-type": "application/x-protobuf"}, b"")
     except (OSError, HTTPException) as failure:
-        return Answer("silent", str(getattr(failure, "reason", failure)))
+        return Answer("silent", str(getattr(failure, "reason", None) or failure))
     said = f"{status} {_readable(body)}".strip()
     if status in (401, 403):
         return Answer("unauthenticated", said)
@@ -256,6 +257,11 @@ def _said(answer: Answer, place: Place) -> Finding:
             return error(
                 f"{name} refuses our token ({answer.detail}): every span is dropped",
                 "set OTEL_EXPORTER_OTLP_HEADERS=authorization=Bearer%20TOKEN to a token that its --token-file has",
+            )
+        case _ if answer.detail[:3] in ("404", "405") and not place.url.endswith(TRACES_PATH):
+            return error(
+                f"{name} has no such path ({answer.detail}): {TRACES_ENDPOINT} is taken as it stands",
+                f"let it end in {TRACES_PATH}, or set {ENDPOINT}",
             )
         case _:
             return error(

@@ -1,14 +1,15 @@
 """What the environment says that loses data: the SDK's limits and samplers, vLLM's plugins, variables nobody reads."""
 
-import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Final
+from urllib.parse import unquote
 
 from spanmill.collector.config import BuildConfig, ServeConfig
 from spanmill.doctor.finding import Finding, error, ok, warning
-from spanmill.instrument import exporters, hosts, identity, provider, reward_file, run, texts
+from spanmill.instrument import credentials, exporters, hosts, identity, provider, reward_file, run, texts
 from spanmill.instrument.vllm import plugin, policy
 
 VALUE_LIMITS: Final = ("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT")
@@ -18,6 +19,8 @@ CLOSE: Final = 0.8
 ENOUGH: Final = 1000
 """Attributes of a span with some hundred messages in a flattened dialect."""
 SAMPLERS: Final = ("always_on", "parentbased_always_on")
+HEADERS: Final = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
+_HEADER: Final = re.compile(r"\s*[\w!#$%&'*+.^`|~-]+\s*=[\t -~]*", re.ASCII)
 CONFIG_FILES: Final = ("OTEL_CONFIG_FILE", "OTEL_EXPERIMENTAL_CONFIG_FILE")
 SMALL_BATCH: Final = 64
 """Spans in a batch: of 100 KB each they are 6.4 MB, which a receiver with a limit of 64 MiB takes ten times."""
@@ -38,6 +41,7 @@ NAMES: Final = frozenset(
         plugin.DISABLED,
         policy.ENV,
         policy.FILE,
+        credentials.TOKEN,
         *(field.env for field in identity.FIELDS),
     }
 )
@@ -128,10 +132,15 @@ def _export(environ: Mapping[str, str]) -> Iterator[Finding]:
                 "acknowledgement waits for the disk",
                 "leave it at 10 s",
             )
-    for name in ("OTEL_EXPORTER_OTLP_CERTIFICATE", "OTEL_EXPORTER_OTLP_CLIENT_KEY"):
-        path = environ.get(name)
-        if path and not os.access(path, os.R_OK):
-            yield error(f"{name}={path} cannot be read: nothing is sent over TLS", "name a PEM file")
+    for name in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"):
+        path = environ.get(f"OTEL_EXPORTER_OTLP_{name}")
+        if path and not _is_pem(path):
+            yield error(f"OTEL_EXPORTER_OTLP_{name}={path} is no PEM file: nothing is sent over TLS", "name one")
+    for name in HEADERS:
+        if any(not is_header(unquote(pair)) for pair in environ.get(name, "").split(",") if pair.strip()):
+            yield error(
+                f"{name} is not NAME=VALUE, separated by commas: exporters leave such a header out", "correct it"
+            )
     batch = _number(environ.get("OTEL_BSP_MAX_EXPORT_BATCH_SIZE"))
     if batch is not None and batch > SMALL_BATCH:
         yield warning(
@@ -197,6 +206,19 @@ def _options(environ: Mapping[str, str]) -> Iterator[Finding]:
 def _meant(name: str, known: Iterable[str]) -> str:
     close = get_close_matches(name, known, 1, CLOSE)
     return f"{close[0]} may be meant" if close else "unset it"
+
+
+def is_header(pair: str) -> bool:
+    """Whether NAME=VALUE can be a header of a request."""
+    return _HEADER.fullmatch(pair) is not None
+
+
+def _is_pem(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return b"-----BEGIN" in file.read()
+    except OSError:
+        return False
 
 
 def _number(text: str | None) -> float | None:
