@@ -355,8 +355,10 @@ def _join_by_output(sources: list[Source], joined: _Joins) -> None:
     alike: dict[tuple[str, str, str], list[Source]] = defaultdict(list)
     for source in sources:
         call = source.calls[0]
+        if len(source.calls) > 1 or call.response is None or call.messages is None:
+            continue
         output, last = _output_key(call.response), _last_input(call.messages)
-        if len(source.calls) == 1 and output and last:
+        if output and last:
             alike[source.home, output, last].append(source)
     for _, group in sorted(alike.items()):
         for source in group:

@@ -62,7 +62,8 @@ def supplier(sources: Iterable[Call]) -> Call:
             call.span.span_id,
         )
 
-    return min(sources, key=key)
+    several = list(sources)
+    return several[0] if len(several) == 1 else min(several, key=key)
 
 
 def faults(best: Call, sources: Iterable[Call], siblings: Iterable[Call]) -> list[Fault]:

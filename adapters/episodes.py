@@ -8,7 +8,7 @@ episodes: A1+A2 = 1 2 3 4 5 6 7   mask 0 0 0 1 1 0 1
           B1+B2 = 9 9 8 7 6       mask 0 0 1 0 1
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -52,16 +52,18 @@ def _paths(
     nodes = [c for c in calls if c.has_ids]
     if options.merge == "none":
         return [[_Step(c, _end(c))] for c in nodes if rows[id(c)].trainable]
-    inner = {id(p) for c in nodes if rows[id(c)].trainable for p in _above(c, drifts)}
+    inner = _inner((c for c in nodes if rows[id(c)].trainable), drifts)
     return [_path(c, drifts) for c in nodes if rows[id(c)].trainable and id(c) not in inner]
 
 
-def _above(call: Joined, drifts: Mapping[int, Drift]) -> list[Joined]:
-    found: list[Joined] = []
-    above = _parent(call, drifts)
-    while above is not None:
-        found.append(above)
-        above = _parent(above, drifts)
+def _inner(calls: Iterable[Joined], drifts: Mapping[int, Drift]) -> set[int]:
+    """The Python ids of what stands above the calls; each is come to once."""
+    found: set[int] = set()
+    for call in calls:
+        above = _parent(call, drifts)
+        while above is not None and id(above) not in found:
+            found.add(id(above))
+            above = _parent(above, drifts)
     return found
 
 

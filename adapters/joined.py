@@ -202,6 +202,8 @@ def _identity(client: list[Call], sources: list[Call], identities: Identities) -
     """The strongest identity among the call's spans; between equally strong ones the client's."""
     order = [*client, *(c for c in sources if c.source in ENGINE_SIDE)]
     own = [i for c in order if (i := identities.explicit(c.span))]
+    if len(own) == 1:
+        return own[0]
     if own:
         return min(own, key=lambda i: i.rank)
     weak = [i for c in order if (i := identities.weak(c.span))]

@@ -39,16 +39,17 @@ class _Places(NamedTuple):
 @lru_cache(4096)
 def _places(names: tuple[str, ...]) -> _Places:
     answers = tuple(name for name in names if name in _ANSWERS or litellm.holds_answer(name))
+    read = {*_ROLLOUTS, *_CONVERSATIONS, *_RESPONSE_IDS, *answers}
     return _Places(
         tuple(name for name in _CONVERSATIONS if name in names),
         tuple(name for name in _RESPONSE_IDS if name in names),
         answers,
-        tuple(n for n in names if n not in answers and n.endswith(".id") and not n.startswith(_ASKED)),
+        tuple(n for n in names if n.endswith(".id") and n not in read and not n.startswith(_ASKED)),
     )
 
 
 def keys(span: Span) -> list[tuple[str, str]]:
-    """(kind, value) pairs, kinds `trace`, `rollout`, `response`, `tool_call` and `conversation`.
+    """(kind, value) pairs, kinds `trace`, `rollout`, `response` (of an answer or of a tool call in it), `conversation`.
 
     Two spans with an equal pair may belong to one rollout and are looked at together. More pairs than needed cost time
     alone; a missing one would tear a rollout apart. So JSON texts are searched, not parsed.
@@ -83,7 +84,7 @@ def keys(span: Span) -> list[tuple[str, str]]:
 
 def _of_answer(ids: Iterable[str]) -> list[tuple[str, str]]:
     """Of an id in an answer nobody knows without parsing whether it is the response's or a tool call's."""
-    return [(kind, i) for i in ids if identifier(i) for kind in ("response", "tool_call")]
+    return [("response", i) for i in ids if identifier(i)]
 
 
 def _in_answer(span: Span, places: _Places) -> Iterator[str]:

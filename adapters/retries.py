@@ -67,6 +67,15 @@ def _groups(calls: Iterable[Joined]) -> list[list[Joined]]:
         ):
             continue
         covering = tuple(id(s) for s in call.request.covered_by)
-        key = (covering, None if covering else call.agent_span, call.merged.prompt_token_ids.tobytes(), call.choice)
+        key = (covering, None if covering else call.agent_span, call.prompt.size, call.choice)
         groups[key].append(call)
-    return [sorted(g, key=lambda c: c.start_key) for g in groups.values() if len(g) > 1]
+    alike = (same for group in groups.values() if len(group) > 1 for same in _of_one_prompt(group))
+    return [sorted(g, key=lambda c: c.start_key) for g in alike if len(g) > 1]
+
+
+def _of_one_prompt(calls: Iterable[Joined]) -> Iterable[list[Joined]]:
+    """The calls, those with equal prompts together."""
+    groups: dict[bytes, list[Joined]] = defaultdict(list)
+    for call in calls:
+        groups[call.prompt.tobytes()].append(call)
+    return groups.values()

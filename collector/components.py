@@ -25,8 +25,11 @@ CREATE TABLE traces (id INTEGER PRIMARY KEY, name BLOB UNIQUE, bytes INTEGER, ro
 CREATE TABLE names (value BLOB PRIMARY KEY, trace INTEGER) WITHOUT ROWID;
 CREATE TABLE components (id INTEGER PRIMARY KEY, root INTEGER UNIQUE, bytes INTEGER, partition INTEGER);
 """
+_TRACES: Final = """
+INSERT INTO traces SELECT row_number() OVER (ORDER BY trace), trace, sum(bytes), row_number() OVER (ORDER BY trace)
+FROM found GROUP BY trace ORDER BY trace"""
 _EDGES: Final = """
-SELECT DISTINCT kind, value, id FROM edges JOIN traces ON name = trace
+SELECT kind, value, id FROM edges JOIN traces ON name = trace
 UNION SELECT 'name', name, id FROM traces WHERE name IN (SELECT value FROM edges WHERE kind = 'name')
 ORDER BY 1, 2, 3"""
 _COMPONENTS: Final = """
@@ -88,11 +91,10 @@ class Components:
         """
         self._append()
         self._db.execute("BEGIN")
-        self._db.execute("INSERT INTO traces (name, bytes) SELECT trace, sum(bytes) FROM found GROUP BY 1 ORDER BY 1")
+        self._db.execute(_TRACES)
         roots = self._joined()
-        self._db.executemany(
-            "UPDATE traces SET root = ? WHERE id = ?", ((_root(roots, trace), trace) for trace in range(1, len(roots)))
-        )
+        moved = ((root, trace) for trace in range(1, len(roots)) if (root := _root(roots, trace)) != trace)
+        self._db.executemany("UPDATE traces SET root = ? WHERE id = ?", moved)
         self._db.execute(_COMPONENTS)
         sizes = self._db.execute("SELECT id, bytes FROM components ORDER BY id")
         count, rows = 0, list[tuple[int, int]]()

@@ -33,7 +33,7 @@ class Checked(NamedTuple):
 
 def id_or_none(raw: bytes, length: int) -> str:
     """The id in hex, or "" if it is no valid one: another length, or all zero."""
-    return raw.hex() if len(raw) == length and any(raw) else ""
+    return raw.hex() if len(raw) == length and raw.count(0) < length else ""
 
 
 def event_name(attributes: Attributes) -> str:

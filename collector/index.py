@@ -19,7 +19,7 @@ from spanmill.collector.index_file import holding, open_index, read_places
 from spanmill.collector.journal import Kind, Position, worker_of
 from spanmill.triplets.records import Reward
 
-LOOSE: Final = ("response", "tool_call")
+LOOSE: Final = ("response",)
 """Kinds of keys that some emitters fill with a constant."""
 MOST_SHARED: Final = 16
 """A loose key of more traces than this is a constant such as `__fake_id__`: joining by it would make one component of

@@ -64,7 +64,7 @@ class _Keys(dict[bytes, str]):
 
 
 _keys: Final = _Keys()
-_short: Final = dict[bytes, tuple[str, Value]]()
+_short: Final = dict[bytes, tuple[str, Value, Value]]()
 """Short attributes as decoded before: most of them (model, operation, finish reasons) repeat span after span."""
 
 
@@ -78,15 +78,22 @@ def decode_attributes(pairs: Iterable[bytes], arrays: bool = True) -> dict[str, 
     for raw in pairs:
         if len(raw) > _SHORT:
             key, value = _pair(raw, arrays)
-        elif raw in _short:
-            key, value = _short[raw]
         else:
-            key, value = _pair(raw, True)
-            if len(_short) >= _REMEMBERED:
-                _short.clear()
-            _short[raw] = key, value
-        found[key] = value if arrays else lighten(value)
+            known = _short.get(raw)
+            key, value, light = known or _remembered(raw)
+            if not arrays:
+                value = light
+        found[key] = value
     return found
+
+
+def _remembered(raw: bytes) -> tuple[str, Value, Value]:
+    """Key, value, and the value without arrays."""
+    key, value = _pair(raw, True)
+    if len(_short) >= _REMEMBERED:
+        _short.clear()
+    known = _short[raw] = key, value, lighten(value)
+    return known
 
 
 def _pair(raw: bytes, arrays: bool) -> tuple[str, Value]:

@@ -102,7 +102,7 @@ def _call(
     reason = reasons[at] if at < len(reasons) else None
     if reason is None and at < len(content.reasons):
         reason = content.reasons[at]
-    return Call(
+    call = Call(
         span=span,
         dialect=dialect,
         source="text",
@@ -111,12 +111,6 @@ def _call(
         response_id=identifier(a.get(sc.GEN_AI_RESPONSE_ID)),
         tool_call_ids=tool_call_ids(said),
         model=text(a.get(sc.GEN_AI_RESPONSE_MODEL)) or text(a.get(sc.GEN_AI_REQUEST_MODEL)),
-        usage_prompt=usage(a, sc.GEN_AI_INPUT_TOKENS, sc.GEN_AI_PROMPT_TOKENS, foreign=foreign),
-        usage_response=usage(a, sc.GEN_AI_OUTPUT_TOKENS, sc.GEN_AI_COMPLETION_TOKENS, foreign=foreign),
-        temperature=number(a.get(sc.GEN_AI_TEMPERATURE), foreign=foreign),
-        top_p=number(a.get(sc.GEN_AI_TOP_P), foreign=foreign),
-        top_k=integer(a.get(sc.GEN_AI_TOP_K), foreign=True),
-        max_tokens=integer(a.get(sc.GEN_AI_MAX_TOKENS), foreign=foreign),
         finish_reason=finish_word(reason),
         agent=recorded_agent(a),
         messages=content.messages,
@@ -126,8 +120,28 @@ def _call(
         flags=_DAMAGED if content.damaged else frozenset(),
         metadata=dict(content.metadata),
     )
+    if not _NUMBERS.isdisjoint(a):
+        call.usage_prompt = usage(a, sc.GEN_AI_INPUT_TOKENS, sc.GEN_AI_PROMPT_TOKENS, foreign=foreign)
+        call.usage_response = usage(a, sc.GEN_AI_OUTPUT_TOKENS, sc.GEN_AI_COMPLETION_TOKENS, foreign=foreign)
+        call.temperature = number(a.get(sc.GEN_AI_TEMPERATURE), foreign=foreign)
+        call.top_p = number(a.get(sc.GEN_AI_TOP_P), foreign=foreign)
+        call.top_k = integer(a.get(sc.GEN_AI_TOP_K), foreign=True)
+        call.max_tokens = integer(a.get(sc.GEN_AI_MAX_TOKENS), foreign=foreign)
+    return call
 
 
+_NUMBERS: Final = frozenset(
+    {
+        sc.GEN_AI_INPUT_TOKENS,
+        sc.GEN_AI_PROMPT_TOKENS,
+        sc.GEN_AI_OUTPUT_TOKENS,
+        sc.GEN_AI_COMPLETION_TOKENS,
+        sc.GEN_AI_TEMPERATURE,
+        sc.GEN_AI_TOP_P,
+        sc.GEN_AI_TOP_K,
+        sc.GEN_AI_MAX_TOKENS,
+    }
+)
 _DAMAGED: Final = frozenset({"truncated_attribute"})
 
 

@@ -12,6 +12,17 @@ from spanmill.triplets.records import Attributes, Call, Json, PolicyRun, Span
 
 TOKEN_ATTRIBUTES: Final = (sc.CAPTURE, sc.RESPONSE_TOKEN_IDS, sc.PROMPT_TOKEN_IDS, sc.RESPONSE_LOGPROBS)
 
+_SELDOM: Final = frozenset(
+    {
+        sc.REQUEST_RETRY,
+        sc.STOP_REASON,
+        sc.ROUTED_EXPERTS,
+        sc.POLICY_VERSION,
+        sc.POLICY_VERSIONS,
+        sc.PROMPT_MULTIMODAL,
+    }
+)
+
 
 def recognises(span: Span) -> bool:
     """One of our token attributes stands on the span; it may have lost its operation name."""
@@ -33,15 +44,16 @@ def read(span: Span) -> list[Call]:
     call.logprobs_mode = text(a.get(sc.LOGPROBS_MODE))
     call.prompt_count = integer(a.get(sc.PROMPT_TOKEN_COUNT))
     call.response_count = integer(a.get(sc.RESPONSE_TOKEN_COUNT))
-    call.retry = integer(a.get(sc.REQUEST_RETRY))
     call.records_finish = True
-    call.stop_reason = text(a.get(sc.STOP_REASON))
-    call.routed_experts = _experts(a)
-    call.policy_version = text(a.get(sc.POLICY_VERSION))
-    runs, runs_fault = policy_runs(a)
-    call.policy_versions = runs
-    call.multimodal, media_fault = _json(a, sc.PROMPT_MULTIMODAL)
-    faults = (prompt.fault, response.fault, probs.fault, runs_fault, media_fault)
+    faults = [prompt.fault, response.fault, probs.fault]
+    if not _SELDOM.isdisjoint(a):
+        call.retry = integer(a.get(sc.REQUEST_RETRY))
+        call.stop_reason = text(a.get(sc.STOP_REASON))
+        call.routed_experts = _experts(a)
+        call.policy_version = text(a.get(sc.POLICY_VERSION))
+        call.policy_versions, runs_fault = policy_runs(a)
+        call.multimodal, media_fault = _json(a, sc.PROMPT_MULTIMODAL)
+        faults += [runs_fault, media_fault]
     call.faults += tuple(f for f in faults if f is not None)
     return [call]
 

@@ -49,7 +49,7 @@ def joined(edges: Iterable[tuple[str, Key]]) -> list[list[str]]:
     traces = {trace: {trace} for trace, _ in edges}
     for key in {key for _, key in edges}:
         sharing = sorted({trace for trace, other in edges if other == key})
-        if key[0] in ("response", "tool_call") and len(sharing) > MOST_SHARED:
+        if key[0] == "response" and len(sharing) > MOST_SHARED:
             continue
         union = set[str]().union(*(traces[trace] for trace in sharing))
         for trace in union:
@@ -67,7 +67,7 @@ def test_traces_that_share_a_key_are_one_component(index: Index) -> None:
 EDGES = st.lists(
     st.tuples(
         st.integers(0, 25).map(lambda n: f"t{n:02}"),
-        st.tuples(st.sampled_from(("rollout", "conversation", "response", "tool_call")), st.sampled_from("xyz")),
+        st.tuples(st.sampled_from(("rollout", "conversation", "response")), st.sampled_from("xyz")),
     ),
     max_size=120,
 )

@@ -27,7 +27,7 @@ def test_index_knows_every_id_that_a_reader_reads(path: Path) -> None:
         known = set(keys(span))
         calls = [] if span.is_log else read(span)
         wanted = {("response", c.response_id) for c in calls if c.response_id}
-        wanted |= {("tool_call", i) for c in calls for i in c.tool_call_ids}
+        wanted |= {("response", i) for c in calls for i in c.tool_call_ids}
         assert set() == wanted - known
 
 
