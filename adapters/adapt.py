@@ -14,6 +14,7 @@ from spanmill.adapters.divergence import Drift, find_drifts
 from spanmill.adapters.episodes import make_episodes
 from spanmill.adapters.forest import link
 from spanmill.adapters.identity import SOURCES, Identities, Identity, Labels, number_attempts
+from spanmill.adapters.info import infos_of
 from spanmill.adapters.joined import Joined, calls_of, first
 from spanmill.adapters.options import DEFAULTS, Options
 from spanmill.adapters.order import number_turns
@@ -147,7 +148,8 @@ def _rollout(key: Key, parts: _Parts, tree: Tree, options: Options) -> Rollout:
             call.flags.add("rollout_failed")
     labels = _labels(parts.identities.values())
     identity_source = _strongest(parts)
-    rows = {id(c): _triplet(c, rollout_id, labels, failed=unjudged) for c in ordered}
+    infos = infos_of(parts.spans)
+    rows = {id(c): _triplet(c, rollout_id, labels, infos.pop(c.call_id, None), failed=unjudged) for c in ordered}
     rollout = Rollout(
         rollout_id=rollout_id,
         attempt=attempt,
@@ -164,7 +166,10 @@ def _rollout(key: Key, parts: _Parts, tree: Tree, options: Options) -> Rollout:
         rewards=tuple(judged.seen),
         num_calls=len(parts.calls),
         metadata=dump_json(
-            _metadata(parts.identities.values(), labels) | task_of(parts.spans) | outline(parts.spans, parts.calls)
+            _metadata(parts.identities.values(), labels)
+            | _infos(infos)
+            | task_of(parts.spans)
+            | outline(parts.spans, parts.calls)
         ),
         triplets=[rows[id(c)] for c in ordered],
         episodes=make_episodes(ordered, rows, drifts, options),
@@ -229,6 +234,13 @@ def _metadata(identities: Iterable[Identity], labels: Labels) -> dict[str, Json]
     return made
 
 
+def _infos(infos: dict[str | None, dict[str, Json]]) -> dict[str, Json]:
+    """The rollout's own info, and that of calls which it does not have."""
+    missed = {call_id: info for call_id, info in infos.items() if call_id is not None}
+    own: dict[str, Json] = {"info": infos[None]} if None in infos else {}
+    return own | ({"info_of_unknown_calls": missed} if missed else {})
+
+
 def _quarantined(key: Key, parts: _Parts, misses: list[Seen]) -> list[Quarantined]:
     rows: list[Quarantined] = []
     for call in sorted((c for c in parts.calls if c.faults), key=lambda c: c.start_key):
@@ -285,10 +297,12 @@ def account(rollout: Rollout, quarantined: int) -> None:
 # ------------------------------------------------------------------ one row
 
 
-def _triplet(call: Joined, rollout_id: str, labels: Labels, *, failed: bool) -> Triplet:
+def _triplet(call: Joined, rollout_id: str, labels: Labels, info: dict[str, Json] | None, *, failed: bool) -> Triplet:
     m = call.merged
     runs, runs_fit = _runs(call)
     metadata = dict(m.metadata)
+    if info is not None:
+        metadata["info"] = info
     if call.divergence:
         metadata["divergence"] = call.divergence
     if not runs_fit:

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from spanmill.collector.assemble import Component, RolloutKey
 from spanmill.collector.expired import Batch
 from spanmill.collector.index_expired import ExpiredNames
-from spanmill.collector.index_file import holding, open_index, read_places
+from spanmill.collector.index_file import OF_PREFIX, holding, open_index, prefix_bounds, read_places
 from spanmill.collector.journal import Kind, Position, worker_of
 from spanmill.triplets.records import Reward
 
@@ -56,6 +56,8 @@ class Seen:
     received_ns: int
     found: Sequence[Found] = ()
     rewards: Sequence[Reward] = ()
+    prefix: str = ""
+    """Of a flush: of the rollouts that it closes."""
 
 
 @dataclass(slots=True)
@@ -108,7 +110,7 @@ class Index:
                 for reward in entry.rewards:
                     self._add_reward(reward, received_ns, entry.position)
                 if entry.kind is Kind.FLUSH:
-                    self._flush()
+                    self._flush(entry.prefix)
                 self._db.execute(
                     "INSERT INTO segments VALUES (?1, ?2) ON CONFLICT DO UPDATE SET newest_ns = max(newest_ns, ?2)",
                     (entry.position.segment, received_ns),
@@ -121,7 +123,7 @@ class Index:
     def flush(self) -> None:
         """Have every open component closed at the next look."""
         with self._transaction():
-            self._flush()
+            self._flush("")
 
     def start(self, now_ns: int) -> None:
         """Reckon anew when open components are due. Times after now, of a clock that was put back, count as now."""
@@ -249,11 +251,15 @@ class Index:
             component.signal_ns = received_ns if component.signal_ns is None else component.signal_ns
             component.flushed = False
 
-    def _flush(self) -> None:
-        for row in self._db.execute(f"{_COMPONENT} WHERE opened_ns IS NOT NULL").fetchall():
-            self._changed.setdefault(row[0], _component(row))
-        for component in self._changed.values():
-            component.flushed = component.opened_ns is not None
+    def _flush(self, prefix: str) -> None:
+        """Have the open components closed that hold a rollout with the prefix; with an empty one, all of them."""
+        # What this transaction has come to may not stand in the table yet.
+        self._save()
+        rows = self._db.execute(
+            f"{_COMPONENT} WHERE opened_ns IS NOT NULL AND id IN ({OF_PREFIX})", prefix_bounds(prefix)
+        )
+        for row in rows.fetchall():
+            self._component(row[0]).flushed = True
 
     @contextmanager
     def _transaction(self) -> Generator[None]:
@@ -261,14 +267,17 @@ class Index:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
-            rows = [(*astuple(component), self._due_at(component)) for component in self._changed.values()]
-            self._db.executemany("INSERT OR REPLACE INTO components VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+            self._save()
         except BaseException:
             self._db.execute("ROLLBACK")
             raise
         finally:
             self._changed.clear()
         self._db.execute("COMMIT")
+
+    def _save(self) -> None:
+        rows = [(*astuple(component), self._due_at(component)) for component in self._changed.values()]
+        self._db.executemany("INSERT OR REPLACE INTO components VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
     def _component(self, ident: int) -> Component:
         if ident not in self._changed:

@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from spanmill.collector.journal import Position
+from spanmill.collector.journal import Position, worker_of
 
 INDEX_NAME: Final = "index.sqlite"
 """In the folder of the journal."""
@@ -105,6 +105,40 @@ def _expired(db: sqlite3.Connection, rollout_id: str) -> bool:
     """Whether spans named a rollout before they were removed from the journal."""
     found = db.execute("SELECT 1 FROM expired_rollouts WHERE rollout_id = ? LIMIT 1", (rollout_id,)).fetchone()
     return found is not None
+
+
+OF_PREFIX: Final = """SELECT component FROM traces WHERE name >= ?1 AND name < ?2
+    UNION SELECT component FROM edges JOIN traces ON traces.id = trace
+    WHERE kind IN ('rollout', 'conversation') AND value >= ?1 AND value < ?2"""
+"""The components that may hold a rollout with a prefix, by `prefix_bounds`."""
+
+
+def prefix_bounds(prefix: str) -> tuple[str, str]:
+    """The bounds (the second left out) of the texts that begin with a prefix."""
+    return prefix, f"{prefix}\U0010ffff"
+
+
+def open_rollouts(path: Path, prefix: str, after: str, most: int) -> list[str]:
+    """At most `most` rollouts with a prefix, behind the id `after`, of which something is not written yet, by id.
+
+    Raises sqlite3.Error if the index cannot be read.
+    """
+    select = """SELECT DISTINCT value FROM edges JOIN traces ON traces.id = trace JOIN components
+        ON components.id = component WHERE kind = 'rollout' AND value >= ? AND value < ? AND value > ?
+        AND due_ns IS NOT NULL ORDER BY value LIMIT ?"""
+    with closing(_read_only(path)) as db:
+        return [name for (name,) in db.execute(select, (*prefix_bounds(prefix), after, most))]
+
+
+def is_flushed(path: Path, flush: Position, prefix: str) -> bool:
+    """Whether all is written that was open under a prefix when a flush, the record at that position, came.
+
+    Raises sqlite3.Error if the index cannot be read.
+    """
+    select = f"SELECT 1 FROM components WHERE flushed AND id IN ({OF_PREFIX}) LIMIT 1"
+    with closing(_read_only(path)) as db:
+        place = read_places(db).get(worker_of(flush.segment))
+        return place is not None and place > flush and not db.execute(select, prefix_bounds(prefix)).fetchone()
 
 
 class Progress(NamedTuple):

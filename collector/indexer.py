@@ -227,7 +227,9 @@ class Indexer:
         try:
             if entry.kind is Kind.REWARDS:
                 seen.rewards = rewards.decode(entry.body)
-            elif entry.kind is not Kind.FLUSH:
+            elif entry.kind is Kind.FLUSH:
+                seen.prefix = entry.body.decode()
+            else:
                 seen.found = survey(entry.kind, entry.body)
         except DecodeError as error:
             segment, offset = entry.position

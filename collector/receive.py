@@ -22,6 +22,8 @@ from spanmill.collector.ingest import Ingest
 from spanmill.collector.journal import JournalWriter
 from spanmill.collector.metrics import metrics_route
 from spanmill.collector.receive_http import HttpServer, build_app
+from spanmill.collector.records import Records
+from spanmill.collector.records_http import RecordRoutes
 from spanmill.collector.view import PATHS
 from spanmill.collector.watch import Watch
 from spanmill.errors import ListenError
@@ -94,8 +96,11 @@ def start_receiver(
         ingest.forwarder.start()
     unknown = partial(unknown_rollouts, config.journal_folder / INDEX_NAME)
     local = ipaddress.ip_address(http_host).is_loopback
+    records = RecordRoutes(ingest, Records(config.out, config.journal_folder / INDEX_NAME), unknown)
     pages = _Pages(config.out, open_to_pages=access.tokens is not None or not local)
-    app = build_app(ingest, unknown, [metrics_route(ingest, watch), *routes, *pages.routes()], access.tokens)
+    app = build_app(
+        ingest, unknown, [metrics_route(ingest, watch), *records.routes(), *routes, *pages.routes()], access.tokens
+    )
     http = HttpServer(app, listener, access.tls)
     return Receiver(ingest, watch, grpc, config.grpc._replace(port=port), http, config.http._replace(port=http_port))
 

@@ -37,9 +37,9 @@ from spanmill.collector.ingest import RETRY_AFTER_S, Answer, Ingest, Lease
 from spanmill.collector.journal import Kind
 
 _PROTO: Final = "application/x-protobuf"
-_JSON: Final = "application/json"
-_TRACES: Final = {_PROTO: Kind.TRACES_PROTO, _JSON: Kind.TRACES_JSON}
-_LOGS: Final = {_PROTO: Kind.LOGS_PROTO, _JSON: Kind.LOGS_JSON}
+JSON: Final = "application/json"
+_TRACES: Final = {_PROTO: Kind.TRACES_PROTO, JSON: Kind.TRACES_JSON}
+_LOGS: Final = {_PROTO: Kind.LOGS_PROTO, JSON: Kind.LOGS_JSON}
 _HTTP_STATUS: Final[Mapping[int, int]] = {
     INVALID_ARGUMENT: 400,
     RESOURCE_EXHAUSTED: 413,
@@ -78,7 +78,7 @@ def build_app(
         "/v1/rewards": _reward_taker(unknown),
         "/v1/flush": _flush,
     }
-    own = [Route(path, _endpoint(ingest, handler), methods=["POST"]) for path, handler in handlers.items()]
+    own = [Route(path, endpoint(ingest, handler), methods=["POST"]) for path, handler in handlers.items()]
     probes = [
         Route("/healthz", _healthz, methods=["GET"]),
         Route("/readyz", _readiness(ingest), methods=["GET"]),
@@ -152,8 +152,10 @@ class HttpServer:
         self._thread.join(timeout)
 
 
-def _endpoint(ingest: Ingest, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
+def endpoint(ingest: Ingest, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """A handler as a route's endpoint: within a lease, its errors as answers."""
+
+    async def answer(request: Request) -> Response:
         try:
             with ingest.lease() as lease:
                 result = await handler(ingest, request, lease)
@@ -168,13 +170,13 @@ def _endpoint(ingest: Ingest, handler: Handler) -> Callable[[Request], Awaitable
         headers = {"Retry-After": str(RETRY_AFTER_S)} if result.retryable else {}
         return _error(request, _HTTP_STATUS[result.code], result.status(), headers)
 
-    return endpoint
+    return answer
 
 
 def _exporter(kinds: Mapping[str, Kind]) -> Handler:
     async def export(ingest: Ingest, request: Request, lease: Lease) -> Response | Answer:
-        media = _media_type(request, kinds)
-        body = await _body(ingest, request, lease)
+        media = media_type(request, kinds)
+        body = await read_body(ingest, request, lease)
         if isinstance(body, Answer):
             return body
         kind = kinds[media]
@@ -190,19 +192,19 @@ def _exporter(kinds: Mapping[str, Kind]) -> Handler:
 
 
 async def _ignore(ingest: Ingest, request: Request, lease: Lease) -> Response | Answer:
-    media = _media_type(request, _TRACES)
-    body = await _body(ingest, request, lease)
+    media = media_type(request, _TRACES)
+    body = await read_body(ingest, request, lease)
     if isinstance(body, Answer):
         return body
-    ingest.ignored(body, is_json=media == _JSON)
+    ingest.ignored(body, is_json=media == JSON)
     return _message(media, 200, Answer().success())
 
 
 def _reward_taker(unknown: Unknown) -> Handler:
     async def take(ingest: Ingest, request: Request, lease: Lease) -> Response | Answer:
         # JSON only: a web page may post other types across sites without asking first.
-        _media_type(request, [_JSON])
-        body = await _body(ingest, request, lease)
+        media_type(request, [JSON])
+        body = await read_body(ingest, request, lease)
         if isinstance(body, Answer):
             return body
         received_ns = time.time_ns()
@@ -234,14 +236,15 @@ async def _healthz(request: Request) -> Response:
     return PlainTextResponse("ok\n")
 
 
-def _media_type(request: Request, known: Sequence[str] | Mapping[str, object]) -> str:
+def media_type(request: Request, known: Sequence[str] | Mapping[str, object]) -> str:
+    """The type of a request's body, one of those known; else HTTPException 415."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media not in known:
         raise HTTPException(415, f"Content-Type {media or 'missing'}: expected {' or '.join(known)}")
     return media
 
 
-async def _body(ingest: Ingest, request: Request, lease: Lease) -> bytes | Answer:
+async def read_body(ingest: Ingest, request: Request, lease: Lease) -> bytes | Answer:
     """The decompressed body, or why there is none."""
     if (closed := ingest.closed()) is not None:
         return closed
@@ -283,7 +286,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 def _error(request: Request, http_status: int, status: Status, headers: Mapping[str, str]) -> Response:
     """In the type of the request; JSON if that has none of ours."""
-    media = _PROTO if request.headers.get("content-type", "").strip().lower().startswith(_PROTO) else _JSON
+    media = _PROTO if request.headers.get("content-type", "").strip().lower().startswith(_PROTO) else JSON
     return _message(media, http_status, status, headers)
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from spanmill import semconv as sc
 from spanmill.adapters import keys, signal
 from spanmill.collector.decode import decode
 from spanmill.collector.index import Found, Key
@@ -31,7 +32,7 @@ def survey(kind: Kind, body: bytes) -> list[Found]:
         trace = home(span, span_keys)
         sizes[trace] = sizes.get(trace, 0) + share
         joined.setdefault(trace, set()).update(key for key in span_keys if key[0] != "trace")
-        if signal(span) in ("end", "root"):
+        if signal(span) in ("end", "root") or sc.INFO in span.attributes:
             ends.add(trace)
     for bad in decoded.bad:
         sizes[bad.trace_id] = sizes.get(bad.trace_id, 0) + share

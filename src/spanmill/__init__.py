@@ -5,6 +5,7 @@ In an agent, whose install need not have the collector:
     rollout, call, reward                          emit: what belongs together, what was sampled, what it was worth
     on_rollout_start, on_rollout_end               hooks: what else is to be done for every rollout
     configure, flush, counters, tracer_provider    where spans go, that they have gone, how many were lost, for others
+    RecordStore                                    a running collector's rollouts: list, get, patch, drain
 
 With `spanmill[collector]`:
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         rollout,
         tracer_provider,
     )
+    from spanmill.instrument.record_store import RecordStore
     from spanmill.memory import Rollouts, adapt
     from spanmill.triplets import select
     from spanmill.triplets.exports import Fill, export
@@ -47,6 +49,7 @@ __all__ = [
     "Episode",
     "Fill",
     "News",
+    "RecordStore",
     "Reward",
     "Rollout",
     "Rollouts",
@@ -82,6 +85,7 @@ _NAMES = {
         "rollout",
         "tracer_provider",
     ),
+    "spanmill.instrument.record_store": ("RecordStore",),
     "spanmill.memory": ("Rollouts", "adapt"),
     "spanmill.triplets": ("select",),
     "spanmill.triplets.exports": ("Fill", "export"),

@@ -10,6 +10,7 @@
     ├── InputError (OSError)          an input of `spanmill build` that cannot be read
     ├── ExportError (ValueError)      what is selected cannot be exported in the way that is asked for
     └── CollectorError (ConnectionError)    a collector that does not answer, or refuses what it is sent
+        └── UnknownRecordError (KeyError)   a rollout, call or drain that the collector does not know
 
 Bad spans are no errors: they are counted and quarantined with a reason.
 """
@@ -53,3 +54,10 @@ class ExportError(SpanmillError, ValueError):
 
 class CollectorError(SpanmillError, ConnectionError):
     """A collector that does not answer, or refuses what it is sent."""
+
+
+class UnknownRecordError(CollectorError, KeyError):
+    """A rollout, call or drain that the collector does not know."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would quote it

@@ -54,6 +54,11 @@ REWARD_NAME: Final = "spanmill.reward.name"
 REWARD_VALUE: Final = "spanmill.reward.value"
 REWARD_CALL_ID: Final = "spanmill.reward.call_id"
 
+# Info that is added later: a log record outside any trace, whose own time is 0 so that it moves no rollout's.
+INFO: Final = "spanmill.info"
+INFO_AT: Final = "spanmill.info.at"
+INFO_CALL_IDS: Final = "spanmill.info.call_ids"
+
 # OpenTelemetry GenAI conventions.
 GEN_AI_OPERATION: Final = "gen_ai.operation.name"
 GEN_AI_PROVIDER: Final = "gen_ai.provider.name"
