@@ -4,7 +4,7 @@ The exporter's module is imported when it is made, so that a process which emits
 """
 
 import os
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from opentelemetry.sdk.trace.export import SpanExporter
@@ -19,6 +19,7 @@ GRPC: Final = "grpc"
 HTTP: Final = "http/protobuf"
 HTTP_PORT: Final = 4318
 TRACES_PATH: Final = "/v1/traces"
+LOGS_PATH: Final = "/v1/logs"
 
 
 class Target(NamedTuple):
@@ -65,4 +66,19 @@ def make_exporter(to: Target) -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
         return HttpExporter(endpoint=to.url)
+    raise ConfigError(f"{PROTOCOL}: expected {GRPC} or {HTTP}, found {to.protocol!r}")
+
+
+def make_log_exporter(to: Target) -> Any:
+    """An exporter of log records to where the spans go. Raises ConfigError for a protocol that there is none for."""
+    url = to.url or os.environ.get(TRACES_ENDPOINT) or os.environ.get(ENDPOINT)
+    if to.protocol == GRPC:
+        from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter as GrpcExporter
+
+        return GrpcExporter(endpoint=url)
+    if to.protocol == HTTP:
+        from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter as HttpExporter
+
+        base = with_scheme(url or f"localhost:{HTTP_PORT}").rstrip("/").removesuffix(TRACES_PATH)
+        return HttpExporter(endpoint=base + LOGS_PATH)
     raise ConfigError(f"{PROTOCOL}: expected {GRPC} or {HTTP}, found {to.protocol!r}")

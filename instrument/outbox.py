@@ -1,4 +1,4 @@
-"""The way out: a bounded queue of finished spans and one thread that exports them in batches measured in bytes.
+"""The way out: a bounded queue of finished spans, or of log records, and a thread that exports them in batches by size.
 
 `put` costs the program a few microseconds whatever the collector does. What does not fit is dropped and counted; a
 batch that the exporter could not deliver is offered again a few times, then counted as failed.
@@ -9,15 +9,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from enum import Enum
 from inspect import signature
-from typing import Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY, attach, set_value  # pyright: ignore[reportPrivateUsage]
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from spanmill.instrument.reports import report
-from spanmill.instrument.spansize import span_size
 
 MAX_BATCH_BYTES: Final = 3_500_000
 """A receiver with gRPC's default limit takes 4 MiB; the rest is room for resources and scopes."""
@@ -34,6 +32,22 @@ FORK_S: Final = 1.0
 UNDELIVERED: Final = "undelivered"
 """The kind under which the one warning about a collector that cannot be reached is given."""
 
+T = TypeVar("T")
+In = TypeVar("In", contravariant=True)
+
+
+class Exporter(Protocol[In]):
+    """An exporter of the SDK, for spans or for log records."""
+
+    def export(self, batch: Sequence[In], /) -> Enum:
+        """Send a batch; what comes back is called SUCCESS if all of it was delivered."""
+        ...
+
+    def shutdown(self) -> None:
+        """Close it."""
+        ...
+
+
 _thread = threading.local()
 
 
@@ -42,15 +56,19 @@ def _quiet_while_sending(_: logging.LogRecord) -> bool:
     return not getattr(_thread, "sending", False)
 
 
-class Outbox:
+class Outbox(Generic[T]):
     """Finished spans on their way to one exporter.
 
     The exporter is made by the sending thread when the first span goes out: its imports cost the program nothing.
-    `delay_s` is how long a span may wait for others; `max_bytes` bounds what is held, by the encoded size of the spans.
+    `size` tells how large a span is when encoded, `delay_s` how long it may wait for others; `max_bytes` bounds what is
+    held. What is said of spans here goes for log records in an outbox of theirs.
     """
 
-    def __init__(self, make_exporter: Callable[[], SpanExporter], *, delay_s: float, max_bytes: int) -> None:
+    def __init__(
+        self, make_exporter: Callable[[], Exporter[T]], size: Callable[[T], int], *, delay_s: float, max_bytes: int
+    ) -> None:
         self._make_exporter = make_exporter
+        self._size = size
         self._delay_s = delay_s
         self._max_bytes = max_bytes
         self._abandoned: list[object] = []
@@ -58,14 +76,14 @@ class Outbox:
 
     def _reset(self) -> None:
         self._changed = threading.Condition(threading.RLock())  # re-entrant: a signal handler may flush inside `put`
-        self._queue: deque[tuple[ReadableSpan, int, float]] = deque()
+        self._queue: deque[tuple[T, int, float]] = deque()
         self._bytes = 0
         self._accepted = 0
         self._done = 0
         self._send_up_to = 0
         self._closing = False
         self._thread: threading.Thread | None = None
-        self._exporter: SpanExporter | None = None
+        self._exporter: Exporter[T] | None = None
         self._ready = threading.Event()
         self._exporting = threading.Lock()
         self._forked_within = -1
@@ -94,9 +112,9 @@ class Outbox:
         self._abandoned.append(self._exporter)  # closing it here would act on the parent's sockets
         self._reset()
 
-    def put(self, span: ReadableSpan, *, at_once: bool = False) -> None:
+    def put(self, span: T, *, at_once: bool = False) -> None:
         """Queue a finished span, or drop and count it; `at_once` does not let it wait for others. Never blocks."""
-        size = span_size(span)
+        size = self._size(span)
         with self._changed:
             if taken := not self._closing and (self._bytes + size <= self._max_bytes or not self._bytes):
                 self._queue.append((span, size, time.monotonic() + self._delay_s))
@@ -184,7 +202,7 @@ class Outbox:
         if self._exporter is not None:
             _shut_down(self._exporter)
 
-    def _next_batch(self) -> list[tuple[ReadableSpan, int, float]]:
+    def _next_batch(self) -> list[tuple[T, int, float]]:
         """Wait until a batch is due and take it off the queue; empty when the outbox closes."""
         with self._changed:
             while not self._is_due():
@@ -206,7 +224,7 @@ class Outbox:
             or self._queue[0][2] <= time.monotonic()
         )
 
-    def _send(self, spans: Sequence[ReadableSpan]) -> bool:
+    def _send(self, spans: Sequence[T]) -> bool:
         for attempt in range(SENDS):
             if self._export(spans):
                 return True
@@ -216,14 +234,14 @@ class Outbox:
         self._report_undelivered()
         return False
 
-    def _export(self, spans: Sequence[ReadableSpan]) -> bool:
+    def _export(self, spans: Sequence[T]) -> bool:
         try:
             if self._exporter is None:
                 self._exporter = self._make_exporter()
                 _silence(self._exporter)
             self._ready.set()
             with self._exporting:
-                return self._exporter.export(spans) is SpanExportResult.SUCCESS
+                return self._exporter.export(spans).name == "SUCCESS"
         except Exception as error:
             self._ready.set()
             self._error = error
@@ -235,13 +253,13 @@ class Outbox:
         report(UNDELIVERED, f"spans cannot be delivered: {why}", counted=False)
 
 
-def _silence(exporter: SpanExporter) -> None:
+def _silence(exporter: Exporter[Any]) -> None:
     for kind in type(exporter).__mro__:
         if kind.__module__.startswith("opentelemetry."):
             logging.getLogger(kind.__module__).addFilter(_quiet_while_sending)
 
 
-def _shut_down(exporter: SpanExporter) -> None:
+def _shut_down(exporter: Exporter[Any]) -> None:
     """Shut an exporter down without waiting for a request in flight."""
     if "timeout_millis" in signature(exporter.shutdown).parameters:
         exporter.shutdown(timeout_millis=0)  # pyright: ignore[reportCallIssue]

@@ -14,10 +14,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import cached_property
 from types import FrameType
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from opentelemetry import baggage, trace
 from opentelemetry.attributes import BoundedAttributes
@@ -32,11 +33,13 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from spanmill.instrument import identity
-from spanmill.instrument.exporters import make_exporter, target
-from spanmill.instrument.outbox import Outbox
+from spanmill.instrument.exporters import Target, make_exporter, make_log_exporter, target
+from spanmill.instrument.outbox import Exporter, Outbox
 from spanmill.instrument.reports import forget_reports, guarded, ignored, report
+from spanmill.instrument.spansize import log_size, span_size
 from spanmill.semconv import ROLLOUT_ID, ROLLOUT_STARTED
 
+T = TypeVar("T")
 SCOPE: Final = "spanmill"
 ATTRIBUTE_LIMIT: Final = 10_000
 """Flattened dialects reach OpenTelemetry's default of 128 at some sixty messages, then lose the oldest attributes."""
@@ -147,9 +150,13 @@ def _of_rollout(span: ReadableSpan, own: identity.Identity) -> ReadableSpan:
 class _Pipeline:
     """The state of the process: made once, at the first use."""
 
-    def __init__(self, outbox: Outbox, host: str) -> None:
-        self.outbox = outbox
-        self.host = host
+    def __init__(self, to: Target) -> None:
+        self.outbox = _span_outbox(to)
+        self.logs: Outbox[Any] | None = None
+        """Made for the first log record."""
+        self.to: Target | None = to
+        """None for an exporter of the program's own."""
+        self.host = to.host
         own = identity.from_environment()
         self.provider = TracerProvider(
             sampler=ALWAYS_ON,
@@ -169,6 +176,10 @@ class _Pipeline:
         """Providers that have our processor."""
         self.sigterm_is_hooked = False
         self.child_end_is_hooked = False
+
+    def outboxes(self) -> list[Outbox[Any]]:
+        """Of spans, and of log records if there were any."""
+        return [self.outbox, *([] if self.logs is None else [self.logs])]
 
 
 PROPAGATOR: Final = CompositePropagator([TraceContextTextMapPropagator(), W3CBaggagePropagator()])
@@ -200,9 +211,13 @@ def exit_timeout_s() -> float:
     return _number("SPANMILL_EXIT_TIMEOUT", 5)
 
 
-def _outbox(make: Callable[[], SpanExporter]) -> Outbox:
+def _outbox(make: Callable[[], Exporter[T]], size: Callable[[T], int]) -> Outbox[T]:
     delay_s = _number("OTEL_BSP_SCHEDULE_DELAY", 1000) / 1000
-    return Outbox(make, delay_s=delay_s, max_bytes=int(_number("SPANMILL_QUEUE_MIB", 128) * 2**20))
+    return Outbox(make, size, delay_s=delay_s, max_bytes=int(_number("SPANMILL_QUEUE_MIB", 128) * 2**20))
+
+
+def _span_outbox(to: Target) -> Outbox[ReadableSpan]:
+    return _outbox(lambda: make_exporter(to), span_size)
 
 
 def _pipeline() -> _Pipeline:
@@ -210,8 +225,7 @@ def _pipeline() -> _Pipeline:
     if _made is None:
         with _making:
             if _made is None:
-                to = target()
-                _made = _Pipeline(_outbox(lambda: make_exporter(to)), to.host)
+                _made = _Pipeline(target())
                 atexit.register(close)
                 before_shutdown = getattr(threading, "_register_atexit", None)  # as concurrent.futures ends its threads
                 if before_shutdown is not None:
@@ -231,10 +245,26 @@ def configure(*, endpoint: str | None = None, exporter: SpanExporter | None = No
     """
     pipeline = _pipeline()
     to = target(endpoint)
-    before = pipeline.outbox
-    pipeline.outbox = _outbox((lambda: exporter) if exporter is not None else (lambda: make_exporter(to)))
-    pipeline.host = "" if exporter is not None else to.host
-    before.close(exit_timeout_s())
+    before = pipeline.outboxes()
+    pipeline.outbox = _span_outbox(to) if exporter is None else _outbox(lambda: exporter, span_size)
+    pipeline.logs = None
+    pipeline.to = to if exporter is None else None
+    pipeline.host = to.host if exporter is None else ""
+    _close(before, exit_timeout_s())
+
+
+def put_log(record: Any) -> None:
+    """Queue a log record (`ReadableLogRecord`) for where the spans go, unless that is an exporter for spans alone."""
+    pipeline = _pipeline()
+    to = pipeline.to
+    if to is None:
+        return
+    if pipeline.logs is None:
+        with _making:
+            if pipeline.logs is None:
+                pipeline.logs = _outbox(lambda: make_log_exporter(to), log_size)
+    _hook_child_end()
+    pipeline.logs.put(record)
 
 
 def tracer_provider() -> TracerProvider:
@@ -291,7 +321,7 @@ def ambient() -> Context:
 
 def flush(timeout_s: float = 30.0) -> bool:
     """Send every finished span now and wait for the collector at most `timeout_s`; True if it took them all."""
-    return _made is None or _made.outbox.flush(timeout_s)
+    return _made is None or _all_sent(_made.outboxes(), lambda outbox, left_s: outbox.flush(left_s), timeout_s)
 
 
 def close(timeout_s: float | None = None) -> bool:
@@ -303,7 +333,17 @@ def close(timeout_s: float | None = None) -> bool:
         return True
     for call in on_process_end:
         call()
-    return _made.outbox.close(exit_timeout_s() if timeout_s is None else timeout_s)
+    return _close(_made.outboxes(), exit_timeout_s() if timeout_s is None else timeout_s)
+
+
+def _close(outboxes: list[Outbox[Any]], timeout_s: float) -> bool:
+    return _all_sent(outboxes, lambda outbox, left_s: outbox.close(left_s), timeout_s)
+
+
+def _all_sent(outboxes: list[Outbox[Any]], send: Callable[[Outbox[Any], float], bool], timeout_s: float) -> bool:
+    """Whether `send` sent everything in all of them, which together may take so long."""
+    until = time.monotonic() + timeout_s
+    return all([send(outbox, max(0.0, until - time.monotonic())) for outbox in outboxes])
 
 
 def destination() -> str:
@@ -313,10 +353,13 @@ def destination() -> str:
 
 def counters() -> Counters:
     """What became of this process's spans so far."""
-    outbox = _made.outbox if _made is not None else None
-    if outbox is None:
-        return Counters(0, 0, 0, ignored())
-    return Counters(outbox.emitted, outbox.dropped, outbox.failed, ignored())
+    boxes = _made.outboxes() if _made is not None else []
+    return Counters(
+        sum(box.emitted for box in boxes),
+        sum(box.dropped for box in boxes),
+        sum(box.failed for box in boxes),
+        ignored(),
+    )
 
 
 def _hook_child_end() -> None:
@@ -332,18 +375,18 @@ def _hook_child_end() -> None:
 
 
 def _make_ready() -> None:
-    if _made is not None:
-        _made.outbox.make_ready(exit_timeout_s())
+    for outbox in _made.outboxes() if _made is not None else ():
+        outbox.make_ready(exit_timeout_s())
 
 
 def _before_fork() -> None:
-    if _made is not None:
-        _made.outbox.before_fork(exit_timeout_s())
+    for outbox in _made.outboxes() if _made is not None else ():
+        outbox.before_fork(exit_timeout_s())
 
 
 def _after_fork_in_parent() -> None:
-    if _made is not None:
-        _made.outbox.after_fork_in_parent()
+    for outbox in _made.outboxes() if _made is not None else ():
+        outbox.after_fork_in_parent()
 
 
 def _after_fork_in_child() -> None:
@@ -352,7 +395,8 @@ def _after_fork_in_child() -> None:
     forget_reports()
     if _made is not None:
         _made.child_end_is_hooked = False
-        _made.outbox.after_fork_in_child()
+        for outbox in _made.outboxes():
+            outbox.after_fork_in_child()
 
 
 def _hook_sigterm() -> None:

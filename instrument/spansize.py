@@ -1,8 +1,8 @@
-"""How many bytes a span takes on the wire, from above, without encoding it."""
+"""How many bytes a span or a log record takes on the wire, from above, without encoding it."""
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from opentelemetry.sdk.trace import ReadableSpan
 
@@ -55,3 +55,10 @@ def span_size(span: ReadableSpan) -> int:
         size += 4 * FIELD_BYTES + attributes_size(link.attributes)
     context = span.get_span_context()
     return size + (sum(len(k) + len(v) + 2 for k, v in context.trace_state.items()) if context else 0)
+
+
+def log_size(record: Any) -> int:
+    """Bytes of a log record (`ReadableLogRecord`) in an OTLP request at most, without its resource and scope."""
+    held = record.log_record
+    size = SPAN_BYTES + text_size(held.event_name or "") + text_size(held.severity_text or "")
+    return size + value_size(held.body) + attributes_size(held.attributes)

@@ -1,12 +1,12 @@
 """Instrumentation of a program that knows nothing of spanmill: what the entry points and `spanmill run` start."""
 
-from spanmill.instrument import contexts, injector, standin
+from spanmill.instrument import contexts, events, injector, standin
 from spanmill.instrument.reports import guarded
 
 
 def start() -> None:
     """Record this process: its LLM calls, its spans if it makes any, and whose they are. Any number of times."""
-    for install in (standin.install, contexts.install, injector.install):
+    for install in (standin.install, events.install, contexts.install, injector.install):
         with guarded("start"):
             install()
 

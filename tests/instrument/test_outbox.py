@@ -12,6 +12,7 @@ from spanmill.instrument import outbox
 from spanmill.instrument.exporters import make_exporter, target
 from spanmill.instrument.outbox import Outbox
 from spanmill.instrument.reports import forget_reports
+from spanmill.instrument.spansize import span_size
 
 TRACER = TracerProvider(shutdown_on_exit=False).get_tracer("test")
 FOUR_MIB = 4 * 2**20
@@ -50,12 +51,12 @@ class Exporter(SpanExporter):
         self.may.set()
 
 
-def make_outbox(exporter: SpanExporter, **settings: Any) -> Outbox:
+def make_outbox(exporter: SpanExporter, **settings: Any) -> Outbox[ReadableSpan]:
     """An outbox with a delay that no test waits for."""
-    return Outbox(lambda: exporter, **{"delay_s": 60, "max_bytes": 2**30, **settings})
+    return Outbox(lambda: exporter, span_size, **{"delay_s": 60, "max_bytes": 2**30, **settings})
 
 
-def counts(box: Outbox) -> tuple[int, int, int]:
+def counts(box: Outbox[Any]) -> tuple[int, int, int]:
     """(emitted, dropped, failed)."""
     return box.emitted, box.dropped, box.failed
 
@@ -201,7 +202,7 @@ def test_an_exporter_that_cannot_be_made_is_no_error_of_the_program() -> None:
     def broken() -> SpanExporter:
         raise ModuleNotFoundError("No module named 'grpc'")
 
-    box = Outbox(broken, delay_s=60, max_bytes=2**20)
+    box = Outbox(broken, span_size, delay_s=60, max_bytes=2**20)
     box.put(make_span("a"))
     assert not box.flush(10)
     assert (0, 0, 1) == counts(box)
