@@ -35,6 +35,11 @@ def wide_vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Gen
     adapter = make_model("lora_adapter.py", tmp_path_factory.mktemp("adapter"))
     options = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-scale-out"]
     options += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"adapter={adapter}"]
-    environ = {"VLLM_ENABLE_RESPONSES_API_STORE": "1", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
-    with running_server(tiny_model, *options, receiver=grpc_receiver, **environ) as server:
+    with running_server(
+        tiny_model,
+        *options,
+        receiver=grpc_receiver,
+        VLLM_ENABLE_RESPONSES_API_STORE="1",
+        OTEL_EXPORTER_OTLP_PROTOCOL="grpc",
+    ) as server:
         yield server

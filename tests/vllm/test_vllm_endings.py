@@ -141,8 +141,8 @@ def test_client_sees_no_difference(vllm: VllmServer, tiny_model: Path) -> None:
 
 def test_collector_that_is_not_there(tiny_model: Path) -> None:
     """Without a collector vLLM serves on, says so once, counts what is lost and ends in time."""
-    gone = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "SPANMILL_EXIT_TIMEOUT": "1"}
-    with running_server(tiny_model, **gone) as server:
+    gone = "http://127.0.0.1:9"
+    with running_server(tiny_model, OTEL_EXPORTER_OTLP_ENDPOINT=gone, SPANMILL_EXIT_TIMEOUT="1") as server:
         body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 2}
         assert [200] * 20 == [server.post(CHAT, body).status_code for _ in range(20)]
         until = time.monotonic() + 60
@@ -160,8 +160,7 @@ def test_collector_that_does_not_answer(tiny_model: Path) -> None:
 
     What waits stays within its bound, and vLLM ends in time.
     """
-    small = {"SPANMILL_QUEUE_MIB": "0.05", "SPANMILL_EXIT_TIMEOUT": "1"}
-    with running_server(tiny_model, **small) as server:
+    with running_server(tiny_model, SPANMILL_QUEUE_MIB="0.05", SPANMILL_EXIT_TIMEOUT="1") as server:
         server.sink.answers.clear()
         body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 200, "ignore_eos": True, "n": 4}
         assert [200] * 12 == [server.post(CHAT, body).status_code for _ in range(12)]

@@ -23,8 +23,8 @@ CHOICES = pytest.mark.parametrize("n", [1, 3])
 
 def _called(events: list[Json]) -> set[str]:
     """The tools that an answer calls, whole or in pieces."""
-    said = [c.get("delta") or c.get("message") for e in events for c in e["choices"]]
-    calls = [call for message in said if message for call in message.get("tool_calls") or []]
+    messages: list[Json] = [c.get("delta") or c.get("message") or {} for e in events for c in e["choices"]]
+    calls: list[Json] = [call for message in messages for call in message.get("tool_calls") or []]
     return {call["function"]["name"] for call in calls if call["function"].get("name")}
 
 
