@@ -23,9 +23,11 @@ CHOICES = pytest.mark.parametrize("n", [1, 3])
 
 def _called(events: list[Json]) -> set[str]:
     """The tools that an answer calls, whole or in pieces."""
-    messages: list[Json] = [c.get("delta") or c.get("message") or {} for e in events for c in e["choices"]]
-    calls: list[Json] = [call for message in messages for call in message.get("tool_calls") or []]
-    return {call["function"]["name"] for call in calls if call["function"].get("name")}
+    found: set[str] = set()
+    for choice in (choice for event in events for choice in event["choices"]):
+        message: Json = choice.get("delta") or choice.get("message")
+        found |= {call["function"]["name"] for call in message.get("tool_calls") or () if call["function"].get("name")}
+    return found
 
 
 @STREAMS
