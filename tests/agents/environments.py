@@ -76,7 +76,15 @@ def make(name: str) -> None:
     if (folder / MADE).exists() and (folder / MADE).read_text() == wanted:
         return
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-    install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-compile",
+        "--disable-pip-version-check",
+    ]
     subprocess.run([*install, *packages], check=True)
     if name == "node":
         path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
