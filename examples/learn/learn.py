@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=None, help="folder for dataset, weights, figures (default: a new one)"
     )
-    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--iterations", type=int, default=11)
     parser.add_argument("--tasks", type=int, default=8, help="groups of an iteration")
     parser.add_argument("--plays", type=int, default=8, help="rollouts of a group")
     parser.add_argument("--learning-rate", type=float, default=5e-3)
