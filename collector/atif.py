@@ -137,8 +137,9 @@ def _inference(step: Object, own: Object, asked: list[Object], said: Object) -> 
         sc.GEN_AI_INPUT_MESSAGES: _dumped(asked or None),
         sc.GEN_AI_OUTPUT_MESSAGES: _dumped([said] if len(said) > 1 else None),
         sc.GEN_AI_FINISH_REASONS: None if finish is None else [finish],
-        sc.GEN_AI_INPUT_TOKENS: counted.get("prompt_tokens"),
-        sc.GEN_AI_OUTPUT_TOKENS: counted.get("completion_tokens"),
+        # What spanmill wrote are lengths of the ids; a usage would be a sum over the choices of a request.
+        sc.GEN_AI_INPUT_TOKENS: None if own else counted.get("prompt_tokens"),
+        sc.GEN_AI_OUTPUT_TOKENS: None if own else counted.get("completion_tokens"),
         PROMPT: _dumped(counted.get("prompt_token_ids")),
         RESPONSE: _dumped(counted.get("completion_token_ids")),
         LOGPROBS: _dumped(counted.get("logprobs")),

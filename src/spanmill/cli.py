@@ -34,12 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"spanmill: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "spanmill":
+        missing = (error.name or "").partition(".")[0]
+        if missing == "spanmill":
             raise
         extras = {"aiohttp": "gateway", "msgspec": "export", "safetensors": "export"}
-        extra = extras.get(error.name or "", "collector")
         print(
-            f"spanmill: this command needs {error.name}, which is not installed: pip install 'spanmill[{extra}]'",
+            f"spanmill: this command needs {missing}, which is not installed: "
+            f"pip install 'spanmill[{extras.get(missing, 'collector')}]'",
             file=sys.stderr,
         )
         return 1
