@@ -277,10 +277,10 @@ def measure_serve(load: Load, folder: Path) -> Served:
     )
 
 
-def measure_build(source: Path, out: Path) -> tuple[float, Usage]:
+def measure_build(source: Path, out: Path, *options: str) -> tuple[float, Usage]:
     """Wall seconds and usage of `spanmill build`, its start included."""
     start = time.perf_counter()
-    build = subprocess.Popen([COMMAND, "build", source, "--out", out], stdout=subprocess.DEVNULL)
+    build = subprocess.Popen([COMMAND, "build", source, "--out", out, *options], stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(build.pid, 0)
     if status:
         raise SystemExit(f"spanmill build ended with {os.waitstatus_to_exitcode(status)}")

@@ -20,6 +20,7 @@ from spanmill.errors import DatasetError
 from spanmill.triplets.parquet import read_file, sync_folder, write_file
 from spanmill.triplets.parts import (
     KEY,
+    MOVED,
     ORIGINS_KEY,
     REPLACES_KEY,
     STRAY_KEY,
@@ -111,7 +112,7 @@ class DatasetWriter:
             for key in revisions.keys() & self._committed.keys():
                 self._superseded.setdefault(self._committed[key][1], set()).add(key)
             self._moved.difference_update(revisions)
-            self._note([number])
+            self._note_rows(number, tables["rollouts"])
         return number
 
     def take(self, folder: Path) -> int:
@@ -120,13 +121,14 @@ class DatasetWriter:
         Raises ValueError if one of its (rollout, attempt) is committed already.
         """
         with self._changing("write to"):
-            keys = row_keys(read_file(folder / _file_name(ROLLOUTS), list(KEY)))
+            rows = read_file(folder / _file_name(ROLLOUTS), [*KEY, "revision", "num_calls", "flags"])
+            keys = row_keys(rows)
             again = next((key for key in keys if key in self._committed), None)
             if again is not None or len(set(keys)) < len(keys):
                 raise ValueError(f"the rows of {again or 'one rollout'} come twice")
             number = self._next
             self._place(number, {table.name: folder / _file_name(table) for table in TABLES})
-            self._note([number])
+            self._note_rows(number, rows)
         return number
 
     def rewrite(self, max_bytes: int = MAX_PART_BYTES) -> int | None:
@@ -252,6 +254,14 @@ class DatasetWriter:
                 self._superseded.setdefault(part, set()).add((rollout_id, attempt))
             if moved:
                 self._moved.add((rollout_id, attempt))
+
+    def _note_rows(self, number: int, rows: pa.Table) -> None:
+        """Take up the rollouts of a part that has just been written, each of them the newest."""
+        told = zip(rows.column("num_calls").to_pylist(), rows.column("flags").to_pylist(), strict=True)
+        for (key, revision), (calls, flags) in zip(_versions(rows), told, strict=True):
+            self._committed[key] = (revision, number)
+            if not calls and MOVED in flags:
+                self._moved.add(key)
 
     def _size(self, number: int) -> int:
         files = [file_metadata(part_path(self._root, table, number)) for table in TABLES]
