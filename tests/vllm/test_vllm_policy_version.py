@@ -21,6 +21,7 @@ def versions_of(server: VllmServer, rollout: str, calls: int) -> set[str | None]
     return {row.policy_version for row in server.rollout(rollout, calls).triplets}
 
 
+@pytest.mark.slow
 def test_two_api_servers(tiny_model: Path) -> None:
     """A version that one process was told holds in the other, for what is shown and for what is recorded."""
     command_line = (str(HERE / "vllm_cli.py"), "serve")
