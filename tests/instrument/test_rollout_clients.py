@@ -2,7 +2,9 @@
 
 import asyncio
 import json
-import threading
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -83,20 +85,28 @@ def test_sixteen_rollouts_at_once_in_one_process(emitted: Spans) -> None:
     assert sorted(expected) == found
 
 
+ELSEWHERE = """
+import sys, threading
+from openai import OpenAI
+from spanmill import rollout
+with rollout("mine", base_url=sys.argv[1], group_id="g") as r:
+    plain = {"base_url": sys.argv[1], "api_key": "none"}
+    own = {"url": {"base_url": r.base_url}, "key": {"api_key": r.api_key}, "headers": {"default_headers": r.headers}}
+    client = OpenAI(**plain | own[sys.argv[2]])
+    ask = {"model": "m", "messages": [{"role": "user", "content": "mine"}]}
+    with rollout("another"):
+        thread = threading.Thread(target=lambda: client.chat.completions.create(**ask))
+        thread.start()
+        thread.join()
+"""
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_a_client_made_for_one_rollout_names_it_anywhere(form: str, emitted: Spans) -> None:
+def test_a_client_made_for_one_rollout_names_it_anywhere(form: str) -> None:
     """Also in a thread that was started within another rollout."""
-    with stub_vllm() as stub, rollout("mine", base_url=stub.url, group_id="g") as r:
-        client = OpenAI(**options(form, r, stub.url))
-
-        def work() -> None:
-            client.chat.completions.create(**ask("mine"))
-
-        with rollout("another"):
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-        client.close()
+    with stub_vllm() as stub:
+        command = [sys.executable, "-c", ELSEWHERE, f"{stub.url}/v1", form]
+        subprocess.run(command, env={**os.environ, "SPANMILL_EXIT_TIMEOUT": "0"}, check=True, timeout=60)
         assert ["mine"] == [whose(request)[0] for request in stub.received]
 
 
