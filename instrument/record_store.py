@@ -159,7 +159,7 @@ def _refusal(error: HTTPError, url: str) -> CollectorError:
     try:
         said = str(json.loads(error.read())["message"])
     except (ValueError, TypeError, KeyError, OSError):
+        if error.code == 404:
+            return CollectorError(f"{url} is not there: that is no collector, or one without a record store")
         said = error.reason
-    if error.code == 404 and "/v1/records" in url:
-        return UnknownRecordError(said)
-    return CollectorError(f"the collector at {url} refuses: {error.code} {said}")
+    return UnknownRecordError(said) if error.code == 404 else CollectorError(f"{url} refuses: {error.code} {said}")

@@ -159,8 +159,7 @@ def test_every_form_holds_the_same_trained_tokens(episodes):
     assert expected == trained(pad(items), own_row)
     assert expected == trained(pad(items, align="response", multiple_of=4), own_row)
     assert expected_shifted == trained(pad(items, align="shifted"), own_row)
-    for align, wanted in (("sequence", expected), ("shifted", expected_shifted)):
-        batch = pack(items, align=align)
+    for wanted, batch in ((expected, pack(items)), (expected_shifted, pack(items, align="shifted"))):
         assert wanted == trained(batch, lambda at, batch=batch: batch["sequence_ids"][0][at[1]].tolist())
 
 

@@ -152,7 +152,9 @@ def pad(
         trained[row, at] = item["loss_mask"]
         logprobs[row, at] = _logprobs(item)
     ids, attended, trained, logprobs = map(torch.from_numpy, (ids, attended, trained, logprobs))
-    positions = torch.arange(width).sub(torch.tensor(starts)[:, None]).clamp_(min=0)
+    positions = torch.arange(width).expand(shape)
+    if align == "response":
+        positions = positions.sub(torch.tensor(starts, dtype=torch.int64)[:, None]).clamp_(min=0)
     about = {"loss_mask": trained, "labels": torch.where(trained, ids, IGNORED), "logprobs": logprobs}
     tokens = {"input_ids": ids, "attention_mask": attended, "position_ids": positions}
     if align == "response":

@@ -1,18 +1,25 @@
+import http.server
+import os
+import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import grpc
 import polars as pl
 import pytest
 from made_spans import make_call, make_request, make_rollout, make_span
 from served import QUICK, Served, wait_for
 
 from spanmill.errors import CollectorError, UnknownRecordError
+from spanmill.instrument import record_store
 from spanmill.instrument.record_store import Drained, RecordStore
 from spanmill.triplets.reader import read_rollouts, read_triplets
 
+SEED = int(os.environ.get("SPANMILL_CRASH_SEED", str(time.time_ns() % 1_000_000)))
 SLOW = ("--settle", "60", "--flush-interval", "0.1")
 """Nothing is written before it is flushed."""
 
@@ -76,6 +83,43 @@ def test_a_drain_that_was_not_acknowledged_comes_again(tmp_path: Path) -> None:
             assert [("b/1", 0, 0)] == _versions(drained)
         with pytest.raises(UnknownRecordError, match="waits to be acknowledged"):
             store.table(before.id or "", "episodes")
+
+
+@pytest.mark.slow
+def test_kills_hand_nothing_over_twice(tmp_path: Path) -> None:
+    """Whenever the service is killed, each rollout is in one drain, and a drain that comes again is the same."""
+    rng = random.Random(SEED)
+    print(f"SPANMILL_CRASH_SEED={SEED}")
+    drains: dict[str, bytes] = {}
+    sent: list[str] = []
+    for round_ in range(6):
+        with Served(tmp_path / "out", *QUICK) as service:
+            store = _store(service)
+            killer = threading.Timer(rng.uniform(0.1, 2), service.kill)
+            killer.start()
+            for number in range(20):
+                try:
+                    _send(service, f"b/{round_}/{number}")
+                    sent.append(f"b/{round_}/{number}")
+                    drained = store.drain("b/")
+                    if drained.id is not None:
+                        table = drained.table("rollouts")
+                        assert drains.setdefault(drained.id, table) == table
+                        if rng.random() < 0.6:
+                            drained.acknowledge()
+                except (CollectorError, grpc.RpcError):
+                    break
+            killer.cancel()
+    with Served(tmp_path / "out", *QUICK) as service:
+        store = _store(service)
+        while (drained := store.drain("b/")).id is not None:
+            assert drains.setdefault(drained.id, drained.table("rollouts")) == drained.table("rollouts")
+            drained.acknowledge()
+    found = [
+        row for table in drains.values() for row in pl.read_ipc_stream(table).select("rollout_id", "revision").rows()
+    ]
+    assert sorted(set(found)) == sorted(found)
+    assert set() == set(sent) - {name for name, _ in found}
 
 
 def test_a_late_write_is_handed_over_as_a_revision(tmp_path: Path) -> None:
@@ -214,6 +258,17 @@ def test_an_empty_store_is_empty(served: Served) -> None:
     assert ([], None, [], []) == (list(store.list()), drained.id, drained.open, drained.waiting)
 
 
+def test_what_is_no_collector_is_said(tmp_path: Path) -> None:
+    """An address where nobody answers, and one that knows no records, are errors with the address in them."""
+    with pytest.raises(CollectorError, match=r"no collector answers at http://127\.0\.0\.1:1/"):
+        list(RecordStore("http://127.0.0.1:1").list())
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as other:
+        threading.Thread(target=other.handle_request).start()
+        with pytest.raises(CollectorError, match="is not there: that is no collector") as caught:
+            RecordStore(f"http://127.0.0.1:{other.server_port}").get("a")
+    assert not isinstance(caught.value, UnknownRecordError)
+
+
 def test_tokens_guard_the_records(tmp_path: Path) -> None:
     """Who has no token is refused, as on every other route."""
     tokens = tmp_path / "tokens"
@@ -238,8 +293,6 @@ def test_any_worker_answers_for_all(tmp_path: Path) -> None:
 
 def test_many_are_listed_page_by_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages join without a gap or a repetition, also where a page ends between attempts of one rollout."""
-    from spanmill.instrument import record_store
-
     monkeypatch.setattr(record_store, "_PAGE", 3)
     with Served(tmp_path / "out", *SLOW) as service:
         store = _store(service)
