@@ -8,7 +8,9 @@ import logging
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
@@ -23,7 +25,7 @@ from spanmill.collector.decode import check
 from spanmill.collector.decoded import Checked
 from spanmill.collector.figures import COUNTS, Figures
 from spanmill.collector.forward import Forwarder, Request
-from spanmill.collector.journal import JournalWriter, Kind, Position
+from spanmill.collector.journal import JournalWriter, Kind, Position, Record
 from spanmill.errors import DecodeError, JournalError
 
 RETRY_AFTER_S: Final = 1
@@ -69,6 +71,16 @@ class Answer(NamedTuple):
         return status
 
 
+class CheckedRequest(NamedTuple):
+    """A request that is to be stored."""
+
+    kind: Kind
+    body: bytes
+    checked: Checked
+    then: "Callable[[Answer], object]"
+    """Is told the answer, in the journal's thread."""
+
+
 class Lease:
     """A request's share of the byte budget, given back at the end of its `with` block."""
 
@@ -93,6 +105,10 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Gives it back; once."""
         with self._ingest.lock:
             self._ingest.inflight -= self._bytes
             self._ingest.figures.put("inflight_bytes", self._ingest.inflight)
@@ -157,17 +173,29 @@ class Ingest:
 
         A request with rejected spans is journaled as it is: they end in quarantine. Raises DecodeError.
         """
-        checked = self._checked(kind, body)
+        checked = self.check(kind, body)
         return checked, self.journal.append_async(kind, body, time.time_ns()) if checked.spans else None
 
     def store(self, kind: Kind, body: bytes) -> Answer:
         """Checks a request, and returns the answer once it is on disk. Raises DecodeError or JournalError."""
-        checked = self._checked(kind, body)
+        checked = self.check(kind, body)
         if checked.spans:
             self.journal.append(kind, body, time.time_ns())
         return self.accepted(kind, checked, body)
 
-    def _checked(self, kind: Kind, body: bytes) -> Checked:
+    def store_all(self, requests: "Sequence[CheckedRequest]") -> None:
+        """Store requests that have been checked and hold spans; each is told its answer when it is on disk."""
+        now_ns = time.time_ns()
+        self.journal.submit([Record(one.kind, now_ns, one.body, partial(self._stored, one)) for one in requests])
+
+    def _stored(self, request: "CheckedRequest", outcome: Position | JournalError) -> None:
+        if isinstance(outcome, JournalError):
+            request.then(self.failed(outcome))
+        else:
+            request.then(self.accepted(request.kind, request.checked, request.body))
+
+    def check(self, kind: Kind, body: bytes) -> Checked:
+        """What a request holds, if it is to be stored. Raises DecodeError."""
         checked = check(kind, body)
         if checked.spans:
             with self.lock:

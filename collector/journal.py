@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from spanmill.collector.segment import (
     HEAD_BYTES,
@@ -199,40 +199,23 @@ def seal(directory: Path, kept: int) -> None:
             JournalWriter(directory, worker=worker, wait_s=LOCK_S).close()
 
 
-class _Waiting:
-    """A record on its way to the disk, and who waits for it: a thread, or a future."""
+class Record(NamedTuple):
+    """A record to be written."""
 
-    __slots__ = ("body", "body_crc", "done", "kind", "outcome", "received_ns", "turn")
+    kind: Kind
+    received_ns: int
+    body: bytes
+    then: Callable[[Position | JournalError], object]
+    """Is told, in the journal's thread, where it stands on the disk, or why it does not; must not wait or raise."""
 
-    def __init__(self, kind: Kind, body: bytes, received_ns: int, done: "Future[Position] | None") -> None:
-        self.kind = kind
-        self.body = body
-        self.received_ns = received_ns
-        # Here, not where it is written: crc32 lets other threads run meanwhile.
-        self.body_crc = zlib.crc32(body)
-        self.done = done
-        self.outcome: Position | JournalError | None = None
-        self.turn = threading.Lock()
-        """Free when a thread that waits is to go on: there is an outcome, or it is its turn to write."""
-        self.turn.acquire()
+
+class _Pending(NamedTuple):
+    record: Record
+    body_crc: int
 
     @property
     def size(self) -> int:
-        return HEAD_BYTES + len(self.body)
-
-    def wanted(self) -> bool:
-        """False if nobody waits any longer."""
-        return self.done is None or self.done.set_running_or_notify_cancel()
-
-    def finish(self, outcome: Position | JournalError) -> None:
-        """Tell who waits."""
-        if self.done is None:
-            self.outcome = outcome
-            self.turn.release()
-        elif isinstance(outcome, JournalError):
-            self.done.set_exception(outcome)
-        else:
-            self.done.set_result(outcome)
+        return HEAD_BYTES + len(self.record.body)
 
 
 @dataclass(slots=True)
@@ -250,10 +233,9 @@ class JournalWriter:
     """The one writer of a worker's part of the journal in `directory`, which is made if missing. Thread-safe; a context
     manager.
 
-    Group commit: whoever finds nobody writing writes all that waits with one writev and one fdatasync, and then leaves
-    the next turn to the first of those that came meanwhile. So many senders share the price of a sync, and one alone is
-    not handed to another thread and back. Raises JournalError if the directory cannot be written, or if another process
-    writes this part and still does after `wait_s`.
+    Group commit: one thread writes whatever waits with one writev and one fdatasync, and so many senders share the
+    price of a sync. Raises JournalError if the directory cannot be written, or if another process writes this part
+    and still does after `wait_s`.
 
     The lock lives as long as any process has the file open: start child processes by spawn, not by fork.
     """
@@ -262,14 +244,11 @@ class JournalWriter:
         self, directory: Path, *, worker: int = 0, segment_bytes: int = SEGMENT_BYTES, wait_s: float = 0.0
     ) -> None:
         self.on_sync: Callable[[float], object] = _ignored
-        """Gets the seconds that each sync took."""
+        """Gets the seconds that each sync took, in the writer's thread."""
         self.directory = directory
         self._segment_bytes = segment_bytes
-        self._waiting: deque[_Waiting] = deque()
-        self._mutex = threading.Lock()
-        self._idle = threading.Condition(self._mutex)
-        self._busy = False
-        """Somebody writes, or has been told to."""
+        self._waiting: deque[_Pending] = deque()
+        self._wake = threading.Condition()
         self._closing = False
         self._failing = False
         self._lock = lock(directory, f"writer-{worker}.lock" if worker else "writer.lock", wait_s)
@@ -280,38 +259,46 @@ class JournalWriter:
         except OSError as error:
             os.close(self._lock)
             raise _unwritable(directory, error) from error
-        self._turn = threading.Semaphore(0)
-        """Of the thread that writes for futures."""
         self._thread = threading.Thread(target=self._run, name="spanmill-journal", daemon=True)
         self._thread.start()
 
     def append(self, kind: Kind, body: bytes, received_ns: int) -> Position:
         """Returns once the record is on disk. JournalError if it is not; then nothing of it counts as acknowledged."""
-        record = _Waiting(_checked(kind, body), body, received_ns, None)
-        if not self._join(record):
-            record.turn.acquire()
-        if record.outcome is None:
-            self._write_group()
-        if isinstance(record.outcome, Position):
-            return record.outcome
-        raise record.outcome or JournalError("a record was passed over")
+        return self.append_async(kind, body, received_ns).result()
 
     def append_async(self, kind: Kind, body: bytes, received_ns: int) -> "Future[Position]":
         """As `append`, without waiting: the future has the position, or the JournalError."""
         done: Future[Position] = Future()
-        try:
-            if self._join(_Waiting(_checked(kind, body), body, received_ns, done)):
-                self._turn.release()
-        except JournalError as error:
-            done.set_exception(error)
+
+        def then(outcome: Position | JournalError) -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # nobody waits any longer
+            if isinstance(outcome, JournalError):
+                done.set_exception(outcome)
+            else:
+                done.set_result(outcome)
+
+        self.submit([Record(kind, received_ns, body, then)])
         return done
+
+    def submit(self, records: Sequence[Record]) -> None:
+        """As `append`, without waiting: each record's `then` is told what came of it."""
+        # Here, not in the writer's thread: crc32 lets other threads run meanwhile.
+        pending = [_Pending(record, zlib.crc32(record.body)) for record in records]
+        with self._wake:
+            closed = self._closing
+            if not closed:
+                self._waiting.extend(pending)
+                self._wake.notify()
+        if closed:
+            for record in records:
+                record.then(JournalError("the journal is closed"))
 
     def close(self) -> None:
         """Writes what waits, then lets go of the journal. Later appends fail."""
-        with self._mutex:
+        with self._wake:
             self._closing = True
-            self._idle.wait_for(lambda: not self._busy)
-        self._turn.release()
+            self._wake.notify()
         self._thread.join()
         self._leave_segment()
         if self._lock >= 0:
@@ -326,78 +313,56 @@ class JournalWriter:
     ) -> None:
         self.close()
 
-    def _join(self, record: _Waiting) -> bool:
-        """Queue a record; True if it is the caller's turn to write, or to have written. JournalError once closed."""
-        with self._mutex:
-            if self._closing:
-                raise JournalError("the journal is closed")
-            self._waiting.append(record)
-            first, self._busy = not self._busy, True
-        return first
-
     def _run(self) -> None:
-        while self._turn.acquire() and self._busy:
-            self._write_group()
-
-    def _write_group(self) -> None:
-        """Writes what waits and leaves the next turn to somebody else; whoever calls it has the turn."""
-        group = self._next_group()
-        outcomes: Sequence[Position | JournalError]
-        try:
-            outcomes = self._commit(group) if group else []
+        while group := self._next_group():
+            try:
+                positions = self._commit(group)
+            except Exception as error:
+                if not self._failing:
+                    _log.error("%s; every append fails until it can", _unwritable(self.directory, error))
+                self._failing = True
+                for pending in group:
+                    # One each: an exception that several threads raise mixes up their tracebacks.
+                    pending.record.then(_unwritable(self.directory, error))
+                continue
             if self._failing:
                 _log.warning("journal %s can be written again", self.directory)
             self._failing = False
-        except Exception as error:
-            if not self._failing:
-                _log.error("%s; every append fails until it can", _unwritable(self.directory, error))
-            self._failing = True
-            # One each: an exception that several threads raise mixes up their tracebacks.
-            outcomes = [_unwritable(self.directory, error) for _ in group]
-        # First: so the next group is on its way while this one is told.
-        self._pass_turn()
-        for record, outcome in zip(group, outcomes, strict=True):
-            record.finish(outcome)
+            for pending, position in zip(group, positions, strict=True):
+                pending.record.then(position)
 
-    def _pass_turn(self) -> None:
-        with self._mutex:
-            heir = self._waiting[0] if self._waiting else None
-            if heir is None:
-                self._busy = False
-                self._idle.notify_all()
-        if heir is not None:
-            (self._turn if heir.done else heir.turn).release()
-
-    def _next_group(self) -> list[_Waiting]:
-        """What waits and fits into one segment and one writev."""
-        group: list[_Waiting] = []
+    def _next_group(self) -> list[_Pending]:
+        """At least one record, and what else waits and fits into one segment and one writev; none once all is done."""
+        group: list[_Pending] = []
         size = HEADER_BYTES
-        with self._mutex:
-            while self._waiting and len(group) < _GROUP_RECORDS:
-                if group and size + self._waiting[0].size > self._segment_bytes:
-                    break
-                record = self._waiting.popleft()
-                if record.wanted():
-                    group.append(record)
-                    size += record.size
+        with self._wake:
+            while not group:
+                if not self._waiting:
+                    if self._closing:
+                        break
+                    self._wake.wait()
+                while self._waiting and len(group) < _GROUP_RECORDS:
+                    if group and size + self._waiting[0].size > self._segment_bytes:
+                        break
+                    group.append(self._waiting.popleft())
+                    size += group[-1].size
         return group
 
-    def _commit(self, group: Sequence[_Waiting]) -> list[Position]:
+    def _commit(self, group: Sequence[_Pending]) -> list[Position]:
         """Writes and syncs a group; the positions of its records. After an error nothing of it is acknowledged, and the
         next group can be tried.
         """
-        size = sum(record.size for record in group)
+        size = sum(pending.size for pending in group)
+        if size - HEAD_BYTES > MAX_BODY_BYTES and len(group) == 1:
+            raise JournalError(f"a record has {size - HEAD_BYTES} bytes, the most is {MAX_BODY_BYTES}")
         if self._segment and self._segment.end > HEADER_BYTES and self._is_full(self._segment, size):
             self._leave_segment()
         segment = self._segment = self._segment or self._new_segment()
         ends = [segment.end]
         buffers: list[bytes] = []
-        for record in group:
-            buffers += (
-                head(ends[-1], record.kind, record.received_ns, len(record.body), record.body_crc),
-                record.body,
-            )
-            ends.append(ends[-1] + record.size)
+        for (kind, received_ns, body, _), body_crc in group:
+            buffers += (head(ends[-1], kind, received_ns, len(body), body_crc), body)
+            ends.append(ends[-1] + HEAD_BYTES + len(body))
         written = False
         try:
             _write_all(segment.fd, buffers)
@@ -435,12 +400,6 @@ class JournalWriter:
             path.unlink()
             raise
         return _Segment(self._number, fd, HEADER_BYTES, time.monotonic())
-
-
-def _checked(kind: Kind, body: bytes) -> Kind:
-    if len(body) > MAX_BODY_BYTES:
-        raise JournalError(f"a record has {len(body)} bytes, the most is {MAX_BODY_BYTES}")
-    return kind
 
 
 def _ignored(seconds: float) -> None:

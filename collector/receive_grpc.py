@@ -1,29 +1,38 @@
-"""OTLP/gRPC: services that take raw bytes, so that no message is parsed twice; and the health service."""
+"""OTLP/gRPC: services that take raw bytes, so that no message is parsed twice; and the health service.
 
-import threading
+Requests are checked in the thread of `grpc_calls.py` as they come, and handed to the journal in groups, whose thread
+answers. What takes longer to check, a compressed or large request, has threads of its own.
+"""
+
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import grpc
 from google.protobuf.wrappers_pb2 import StringValue
-from google.rpc.code_pb2 import INVALID_ARGUMENT, OK
+from google.rpc.code_pb2 import INVALID_ARGUMENT, NOT_FOUND, OK, UNIMPLEMENTED
 
 from spanmill.collector.access import Access, Tls, Tokens
 from spanmill.collector.compression import grpc_encoding
 from spanmill.collector.config import Address
-from spanmill.collector.ingest import RETRY_INFO, Answer, Ingest
+from spanmill.collector.grpc_calls import Call, CallServer
+from spanmill.collector.ingest import RETRY_INFO, Answer, CheckedRequest, Ingest, Lease
 from spanmill.collector.journal import Kind
 from spanmill.errors import ListenError
 
-_THREADS: Final = 96
-"""So many requests can wait for one group commit."""
+_THREADS: Final = 4
+_INLINE_BYTES: Final = 1 << 20
+"""A plain request up to here is checked at once: the hop to a thread would cost more."""
+_GROUP_BYTES: Final = 8 << 20
+"""So much is written at once."""
 _UPLOAD_TIMEOUT_S: Final = 60.0
-"""A sender that stops in the middle of its request does not keep a thread for ever."""
+"""A sender that stops in the middle of its request does not keep its turn for ever."""
 _TURN_S: Final = 3.0
 """So long a request waits for its turn to be received; senders give up after 5 s or more."""
+_MOST_WAITING: Final = 1024
+"""Requests that wait for their turn."""
 _MINUTE_MS: Final = 60_000
 OPTIONS: Final[dict[str, int]] = {
     "grpc.per_message_decompression": 0,  # ours is bounded; grpc's decompressed whole messages until 2026
@@ -45,201 +54,177 @@ OPTIONS: Final[dict[str, int]] = {
 """Of the server. Reflection is not there: the services are known."""
 _PACKAGE: Final = "opentelemetry.proto.collector"
 _HEALTH: Final = "grpc.health.v1.Health"
+_CHECK: Final = f"/{_HEALTH}/Check"
 _SERVING: Final = b"\x08\x01"
 """HealthCheckResponse: field 1, SERVING."""
 _NOT_SERVING: Final = b"\x08\x02"
+_TRACES: Final = f"/{_PACKAGE}.trace.v1.TraceService/Export"
+_LOGS: Final = f"/{_PACKAGE}.logs.v1.LogsService/Export"
+_METRICS: Final = f"/{_PACKAGE}.metrics.v1.MetricsService/Export"
+_KINDS: Final = {_TRACES: Kind.TRACES_PROTO, _LOGS: Kind.LOGS_PROTO}
 
 _grpc: Any = grpc
 """grpcio has no types."""
-_CODES: Final[dict[int, Any]] = {code.value[0]: code for code in _grpc.StatusCode}
 
 
-def start(ingest: Ingest, address: Address, access: Access, *, shared: bool) -> tuple[Any, int]:
-    """The running grpc.Server for traces, logs and metrics, and its port, which may be `shared` with other processes.
+def start(ingest: Ingest, address: Address, access: Access, *, shared: bool) -> tuple[CallServer, int]:
+    """The running server for traces, logs and metrics, and its port, which may be `shared` with other processes.
 
     ListenError if `address` cannot be had.
     """
     options = OPTIONS | {"grpc.max_receive_message_length": ingest.max_message_bytes, "grpc.so_reuseport": int(shared)}
-    server = _grpc.server(
-        ThreadPoolExecutor(_THREADS, thread_name_prefix="spanmill-grpc"),
-        options=list(options.items()),
-        interceptors=[_Guard(ingest, access.tokens)] if access.tokens else [],
-    )
-    uploads = _Uploads(ingest)
-    methods = {
-        f"{_PACKAGE}.trace.v1.TraceService": {"Export": _exporter(ingest, Kind.TRACES_PROTO, uploads)},
-        f"{_PACKAGE}.logs.v1.LogsService": {"Export": _exporter(ingest, Kind.LOGS_PROTO, uploads)},
-        f"{_PACKAGE}.metrics.v1.MetricsService": {"Export": _ignore(ingest, uploads)},
-    }
-    health = _grpc.unary_unary_rpc_method_handler(_health(ingest, ["", _HEALTH, *methods]))
-    # On the wire one request is a stream of one. Taken as a stream it is looked at before its message is received.
-    server.add_generic_rpc_handlers(
-        [
-            _grpc.method_handlers_generic_handler(_HEALTH, {"Check": health}),
-            *(
-                _grpc.method_handlers_generic_handler(
-                    service, {name: _grpc.stream_unary_rpc_method_handler(method) for name, method in own.items()}
-                )
-                for service, own in methods.items()
-            ),
-        ]
-    )
-    try:
-        port = _bind(server, address, access.tls)
-    except RuntimeError as error:
-        raise ListenError(f"--grpc {address} cannot be listened on: {error}") from error
+    services = _Services(ingest, access.tokens)
+    server = CallServer(list(options.items()), services.begin, services.write, services.tick)
+    port = server.listen(str(address), access.tls and _credentials(access.tls))
+    if not port:
+        raise ListenError(f"--grpc {address} cannot be listened on")
     server.start()
     return server, port
 
 
-def _bind(server: Any, address: Address, tls: Tls | None) -> int:
-    if tls is None:
-        return server.add_insecure_port(str(address))
+def _credentials(tls: Tls) -> Any:
     pair = tls.key.read_bytes(), tls.cert.read_bytes()
     client_ca = tls.client_ca.read_bytes() if tls.client_ca else None
-    return server.add_secure_port(
-        str(address), _grpc.ssl_server_credentials([pair], client_ca, require_client_auth=client_ca is not None)
-    )
+    return _grpc.ssl_server_credentials([pair], client_ca, require_client_auth=client_ca is not None)
 
 
-class _Guard(_grpc.ServerInterceptor):
-    """Turns away who has no token, before anything of the request is received."""
-
-    def __init__(self, ingest: Ingest, tokens: Tokens) -> None:
-        self._ingest = ingest
-        self._tokens = tokens
-        self._refusal = _grpc.stream_unary_rpc_method_handler(self._refuse)
-
-    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        """The handler of a request."""
-        offered = next((value for name, value in details.invocation_metadata if name == "authorization"), None)
-        if details.method.startswith(f"/{_HEALTH}/") or self._tokens.allow(offered):
-            return continuation(details)
-        return self._refusal
-
-    def _refuse(self, messages: Iterator[bytes], context: Any) -> bytes:
-        answer = self._ingest.unauthenticated()
-        return context.abort(_CODES[answer.code], answer.message)  # which raises
-
-
-class _Uploads:
-    """Requests whose message is on its way; cancels those that take too long, which their sender sends again.
+class _Services:
+    """What becomes of calls. Nothing here waits but for the journal.
 
     How large a message is shows when it is there. So that memory is bounded, only so many are received at a time as
     would come to twice the byte budget.
     """
 
-    def __init__(self, ingest: Ingest) -> None:
-        self._turns = threading.BoundedSemaphore(max(4, 2 * ingest.max_inflight_bytes // ingest.max_message_bytes))
+    def __init__(self, ingest: Ingest, tokens: Tokens | None) -> None:
         self._ingest = ingest
-        self._lock = threading.Lock()
-        self._running: dict[int, tuple[float, Any]] = {}
-        threading.Thread(target=self._watch, name="spanmill-grpc-uploads", daemon=True).start()
+        self._tokens = tokens
+        self._turns = max(4, 2 * ingest.max_inflight_bytes // ingest.max_message_bytes)
+        self._uploads = dict[Call, float]()
+        """Calls whose message is on its way, and until when it may be."""
+        self._waiting = deque[tuple[Call, float]]()
+        """Calls that wait for their turn, and until when."""
+        self._ready = list[CheckedRequest]()
+        self._bytes = 0
+        """In `_ready`."""
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="spanmill-grpc-large")
 
-    def receive(self, messages: Iterator[bytes], context: Any) -> bytes | Answer:
-        """The message of a request, or why there is none."""
-        if not self._turns.acquire(timeout=_TURN_S):
-            return self._ingest.overloaded()
-        try:
-            with self._timed(context):
-                message = next(messages, None)
-        except grpc.RpcError:
-            message = None
-        finally:
-            self._turns.release()
+    def begin(self, call: Call) -> None:
+        """A call has come, and nothing of its message yet."""
+        if call.method == _CHECK:
+            call.receive(self._health)
+        elif self._tokens and not self._tokens.allow(_authorization(call)):
+            _refuse(call, self._ingest.unauthenticated())
+        elif call.method not in (*_KINDS, _METRICS):
+            call.refuse(UNIMPLEMENTED, "no such method here")
+        elif (closed := self._ingest.closed()) is not None:
+            _refuse(call, closed)
+        elif len(self._uploads) < self._turns:
+            self._receive(call)
+        elif len(self._waiting) < _MOST_WAITING:
+            self._waiting.append((call, time.monotonic() + _TURN_S))
+        else:
+            _refuse(call, self._ingest.overloaded())
+
+    def tick(self) -> None:
+        """Give up what takes too long; its sender sends it again."""
+        now = time.monotonic()
+        for call in [call for call, until in self._uploads.items() if until < now]:
+            call.cancel()
+        while self._waiting and self._waiting[0][1] < now:
+            _refuse(self._waiting.popleft()[0], self._ingest.overloaded())
+
+    def write(self) -> None:
+        """Hand what is ready to the journal."""
+        if self._ready:
+            self._ingest.store_all(self._ready)
+            self._ready, self._bytes = [], 0
+
+    def _receive(self, call: Call) -> None:
+        self._uploads[call] = time.monotonic() + _UPLOAD_TIMEOUT_S
+        call.receive(self._received)
+
+    def _received(self, call: Call, message: bytes | None) -> None:
+        del self._uploads[call]
+        if self._waiting:
+            self._receive(self._waiting.popleft()[0])
         if message is None:
             # The sender is gone, took too long, or has been told already that its message is too large.
             self._ingest.count("cancelled")
-            return Answer(INVALID_ARGUMENT, "the request has no message")
-        return message
-
-    @contextmanager
-    def _timed(self, context: Any) -> Generator[None]:
-        with self._lock:
-            self._running[id(context)] = time.monotonic() + _UPLOAD_TIMEOUT_S, context
+            call.refuse(INVALID_ARGUMENT, "the request has no message")
+            return
+        lease = self._ingest.lease()
         try:
-            yield
-        finally:
-            with self._lock:
-                del self._running[id(context)]
-
-    def _watch(self) -> None:
-        while True:
-            time.sleep(1)
-            with self._lock:
-                late = [context for deadline, context in self._running.values() if deadline < time.monotonic()]
-            for context in late:
-                context.cancel()
-
-
-def _exporter(ingest: Ingest, kind: Kind, uploads: _Uploads) -> Callable[[Iterator[bytes], Any], bytes]:
-    def export(messages: Iterator[bytes], context: Any) -> bytes:
-        try:
-            answer = ingest.closed() or _received(ingest, kind, messages, context, uploads)
+            answer = self._taken(call, message, lease)
         except Exception as error:
-            answer = ingest.failed(error)
-        return _answered(answer, context)
+            answer = self._ingest.failed(error)
+        if answer is not None:
+            _end(call, lease, answer)
 
-    return export
+    def _taken(self, call: Call, message: bytes, lease: Lease) -> Answer | None:
+        """The answer, or None if it comes later."""
+        if call.method == _METRICS and not self._ingest.forwarder:  # then nobody needs to see what is in it
+            self._ingest.ignored(message, is_json=False)
+            return Answer()
+        if not lease.grow(len(message)):
+            return self._ingest.overloaded()
+        if len(message) > _INLINE_BYTES or grpc_encoding(message):
+            self._threads.submit(self._take_long, call, message, lease)
+            return None
+        if call.method == _METRICS:
+            self._ingest.ignored(message, is_json=False)
+            return Answer()
+        kind = _KINDS[call.method]
+        checked = self._ingest.check(kind, message)
+        if checked.spans == 0:
+            return self._ingest.accepted(kind, checked, message)
+        self._ready.append(CheckedRequest(kind, message, checked, partial(_end, call, lease)))
+        self._bytes += len(message)
+        if self._bytes >= _GROUP_BYTES:
+            self.write()
+        return None
 
-
-def _received(ingest: Ingest, kind: Kind, messages: Iterator[bytes], context: Any, uploads: _Uploads) -> Answer:
-    message = uploads.receive(messages, context)
-    return message if isinstance(message, Answer) else _stored(ingest, kind, message)
-
-
-def _ignore(ingest: Ingest, uploads: _Uploads) -> Callable[[Iterator[bytes], Any], bytes]:
-    def export(messages: Iterator[bytes], context: Any) -> bytes:
+    def _take_long(self, call: Call, message: bytes, lease: Lease) -> None:
+        """In a thread of its own: all the way to the answer."""
         try:
-            answer = _dropped(ingest, uploads.receive(messages, context))
+            unpacked = self._ingest.unpacked(grpc_encoding(message), message, lease)
+            if isinstance(unpacked, Answer):
+                answer = unpacked
+            elif call.method == _METRICS:
+                self._ingest.ignored(unpacked, is_json=False)
+                answer = Answer()
+            else:
+                answer = self._ingest.store(_KINDS[call.method], unpacked)
         except Exception as error:
-            answer = ingest.failed(error)
-        return _answered(answer, context)
+            answer = self._ingest.failed(error)
+        _end(call, lease, answer)
 
-    return export
-
-
-def _dropped(ingest: Ingest, message: bytes | Answer) -> Answer:
-    """Only whoever they are passed on to needs to see what is in them."""
-    if isinstance(message, Answer):
-        return message
-    with ingest.lease() as lease:
-        unpacked = ingest.unpacked(grpc_encoding(message), message, lease) if ingest.forwarder else message
-        if isinstance(unpacked, Answer):
-            return unpacked
-        ingest.ignored(unpacked, is_json=False)
-    return Answer()
-
-
-def _answered(answer: Answer, context: Any) -> bytes:
-    if answer.code != OK:
-        context.set_trailing_metadata(_trailers(answer))
-        context.abort(_CODES[answer.code], answer.message)  # which raises
-    return answer.success().SerializeToString()
-
-
-def _health(ingest: Ingest, services: Sequence[str]) -> Callable[[bytes, Any], bytes]:
-    def check(body: bytes, context: Any) -> bytes:
+    def _health(self, call: Call, message: bytes | None) -> None:
         # HealthCheckRequest has one string, field 1, as the StringValue that everybody knows.
-        if StringValue.FromString(body).value not in services:
-            context.abort(_grpc.StatusCode.NOT_FOUND, "no such service here")
-        return _NOT_SERVING if ingest.refusing or ingest.unready else _SERVING
-
-    return check
-
-
-def _stored(ingest: Ingest, kind: Kind, body: bytes) -> Answer:
-    with ingest.lease() as lease:
-        if not lease.grow(len(body)):
-            return ingest.overloaded()
-        unpacked = ingest.unpacked(grpc_encoding(body), body, lease)
-        if isinstance(unpacked, Answer):
-            return unpacked
-        return ingest.store(kind, unpacked)
+        service = StringValue.FromString(message or b"").value
+        if service not in ("", _HEALTH, *(method[1:].partition("/")[0] for method in (*_KINDS, _METRICS))):
+            call.refuse(NOT_FOUND, "no such service here")
+        else:
+            call.answer(_NOT_SERVING if self._ingest.refusing or self._ingest.unready else _SERVING)
 
 
-def _trailers(answer: Answer) -> list[tuple[str, bytes]]:
-    trailers = [("grpc-status-details-bin", answer.status().SerializeToString())]
+def _authorization(call: Call) -> str | None:
+    return next((str(value) for name, value in call.metadata if name == "authorization"), None)
+
+
+def _end(call: Call, lease: Lease, answer: Answer) -> None:
+    lease.end()
+    if answer.code == OK:
+        call.answer(answer.success().SerializeToString())
+    else:
+        _refuse(call, answer)
+
+
+def _refuse(call: Call, answer: Answer) -> None:
+    call.refuse(answer.code, answer.message, _trailers(answer))
+
+
+def _trailers(answer: Answer) -> list[tuple[str, str | bytes]]:
+    trailers: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", answer.status().SerializeToString())]
     if answer.retryable:
         # The Go collector reads the former, the Python exporter this one.
         trailers.append(("google.rpc.retryinfo-bin", RETRY_INFO.SerializeToString()))
