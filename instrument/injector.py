@@ -10,16 +10,20 @@ from contextvars import ContextVar
 from copy import copy
 from types import ModuleType
 from typing import Any, Final, cast
+from urllib.parse import urlsplit
 
 from wrapt import register_post_import_hook, wrap_function_wrapper
 
-from spanmill.instrument import hosts, litellm_transport
+from spanmill.instrument import carriers, hosts, identity, litellm_transport, provider
 from spanmill.instrument.asking import REFUSED, Object, route_of
 from spanmill.instrument.exchange import Exchange
 from spanmill.instrument.reports import guarded
 from spanmill.instrument.responses import is_open, read_along
 
 MODULES: Final = ("openai._base_client", "anthropic._base_client")
+NAMING: Final = ("x-spanmill-rollout-id", "baggage", "authorization")
+"""Headers that may name a rollout."""
+
 SKIPPED: Final = "x-spanmill-skip"
 """Header of a request that is not to be recorded, if it is "1"."""
 
@@ -56,6 +60,7 @@ class _Request:
         self.url = str(client.base_url)
         said = self.options.headers
         self._headers: dict[str, Any] = dict(cast("Mapping[str, Any]", said)) if isinstance(said, Mapping) else {}
+        self._client = client
 
     def open(self) -> Exchange | None:
         """The exchange that this request begins; None if it does not generate or is not to be recorded."""
@@ -64,7 +69,30 @@ class _Request:
         body = cast("Object", options.json_data)
         if route is None or not isinstance(options.json_data, Mapping) or self._headers.get(SKIPPED) == "1":
             return None
-        return Exchange(route, {**body, **(options.extra_json or {})})
+        named = self._named()
+        around = None if named is None else identity.to_baggage(named, provider.ambient())
+        return Exchange(route, {**body, **(options.extra_json or {})}, around=around)
+
+    def _named(self) -> identity.Identity | None:
+        """Whose the client itself says it is, by URL, key or headers: that counts before where the code runs.
+
+        Not so the rollout of the process, which `spanmill run` puts into the headers of every client.
+        """
+        said: dict[str, Any] = {**getattr(self._client, "_custom_headers", {}), **self._headers}
+        headers = {name.lower(): value for name, value in said.items() if isinstance(value, str)}
+        key = getattr(self._client, "api_key", None)
+        if isinstance(key, str):
+            headers.setdefault("x-api-key", key)
+        _, prefix, rest = urlsplit(self.url).path.partition("/rollout/")
+        if not prefix and not str(key).startswith(carriers.KEY) and headers.keys().isdisjoint(NAMING):
+            return None
+        from spanmill.instrument.vllm.requests import read_path, read_request
+
+        found = read_request("", headers, read_path((prefix + rest).encode())[0]).identity
+        process = identity.from_environment()
+        if found is None or process is None:
+            return found
+        return None if found.rollout_id == process.rollout_id else found
 
     def with_ids(self, exchange: Exchange) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments that ask for more: a copy, so that the program's own options stay as they are."""

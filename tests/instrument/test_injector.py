@@ -293,7 +293,7 @@ def test_the_request_says_whose_it_is(stub: Stub, emitted: Spans) -> None:
     parents = [f"{span.context.span_id:016x}" for span in calls if span.context is not None]
     headers = [request.headers for request in stub.received]
     assert ["r/1", "mine"] == [h["x-spanmill-rollout-id"] for h in headers]
-    assert ["2", "2"] == [h["x-spanmill-attempt"] for h in headers]
+    assert ["2", "0"] == [h["x-spanmill-attempt"] for h in headers]
     assert parents == [h["traceparent"].split("-")[2] for h in headers]
     assert ["r/1", "r/1"] == [(span.attributes or {})["spanmill.rollout.id"] for span in calls]
 
@@ -340,3 +340,37 @@ def test_the_programs_own_options_are_not_touched(stub: Stub, emitted: Spans) ->
     client(stub).chat.completions.create(**CHAT, extra_body=body, extra_headers=headers)
     emitted()
     assert ({"seed": 1}, {"x-own": "1"}, before) == (body, headers, Counters(*counters()).ignored)
+
+
+@pytest.mark.parametrize("form", ["url", "key", "headers"])
+def test_a_client_made_for_a_rollout_is_its_own(stub: Stub, emitted: Spans, form: str) -> None:
+    """Wherever it is used: the server is told so, and the span says the same."""
+    with rollout("mine/1", attempt=2, base_url=f"{stub.url}/v1") as r:
+        given: dict[str, Any] = {
+            "url": {"base_url": r.base_url},
+            "key": {"api_key": r.api_key},
+            "headers": {"default_headers": r.headers},
+        }[form]
+    options: Any = {"base_url": f"{stub.url}/v1", "api_key": "x", **given}
+    with rollout("another"), openai.OpenAI(**options) as c:
+        c.chat.completions.create(**CHAT)
+    (call,) = (span.attributes or {} for span in emitted() if span.name.startswith("chat"))
+    assert ("mine/1", 2) == (call["spanmill.rollout.id"], call["spanmill.rollout.attempt"])
+    (received,) = stub.received
+    assert ("mine/1", "2") == (received.headers["x-spanmill-rollout-id"], received.headers["x-spanmill-attempt"])
+
+
+def test_a_process_that_is_a_rollout_may_hold_others(
+    stub: Stub, emitted: Spans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `spanmill run` puts into the headers of every client is not what a client is made for."""
+    monkeypatch.setenv("SPANMILL_ROLLOUT_ID", "process")
+    with (
+        rollout("inner"),
+        openai.OpenAI(
+            base_url=f"{stub.url}/v1", api_key="x", default_headers={"x-spanmill-rollout-id": "process"}
+        ) as c,
+    ):
+        c.chat.completions.create(**CHAT)
+    (received,) = stub.received
+    assert "inner" == received.headers["x-spanmill-rollout-id"]
