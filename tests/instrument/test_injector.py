@@ -295,7 +295,7 @@ def test_the_request_says_whose_it_is(stub: Stub, emitted: Spans) -> None:
     assert ["r/1", "mine"] == [h["x-spanmill-rollout-id"] for h in headers]
     assert ["2", "0"] == [h["x-spanmill-attempt"] for h in headers]
     assert parents == [h["traceparent"].split("-")[2] for h in headers]
-    assert ["r/1", "r/1"] == [(span.attributes or {})["spanmill.rollout.id"] for span in calls]
+    assert ["r/1", "mine"] == [(span.attributes or {})["spanmill.rollout.id"] for span in calls]
 
 
 def test_a_request_that_is_not_to_be_recorded(stub: Stub, emitted: Spans) -> None:
