@@ -6,11 +6,20 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from spanmill.collector.ingest import RETRY_AFTER_S
+
 MAX_HEAD_BYTES: Final = 64 << 10
 """Of a request line and all headers."""
 MAX_PATH_BYTES: Final = 8 << 10
 HEAD_TIMEOUT_S: Final = 30.0
 """A sender that has opened a connection or begun a request has said by then what it wants."""
+MOST_CONNECTIONS: Final = 4096
+"""Further ones are answered 503, which senders take as a reason to come again."""
+DRAIN_BYTES: Final = 256 << 20
+DRAIN_S: Final = 10.0
+"""What a sender still sends of a request that was answered already is read and dropped up to these two, so that the
+answer reaches it: to hang up on data that was not read resets the connection.
+"""
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -20,7 +29,10 @@ class BoundedConnection(HttpToolsProtocol):
     """Of the request whose head is on its way."""
     _in_head = True
     _refused = False
+    _dropped_bytes = 0
+    """Of what came behind its answer."""
     _timer: asyncio.TimerHandle | None = None
+    """Of the head, or of what is dropped."""
 
     def connection_made(self, transport: Any) -> None:
         """Also for a connection over which nothing ever comes."""
@@ -35,6 +47,7 @@ class BoundedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Bytes of heads and bodies, in any pieces."""
         if self._refused:
+            self._drop(len(data))
             return
         if self._in_head:
             self._head_bytes += len(data)
@@ -53,7 +66,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._stop_timer()
         self._in_head = False
         self._head_bytes = 0
-        if len(self.url) > MAX_PATH_BYTES:
+        if len(self.connections) > MOST_CONNECTIONS:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"retry-after: {RETRY_AFTER_S}\r\n")
+        elif len(self.url) > MAX_PATH_BYTES:
             self._refuse(HTTPStatus.REQUEST_URI_TOO_LONG)
         elif len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
@@ -62,11 +77,17 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body."""
-        if not self._refused:
+        if self._refused:
+            return
+        if self.cycle.response_complete:
+            self._drop(len(body))
+        else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The end of a body."""
+        self._stop_timer()
+        self._dropped_bytes = 0
         if not self._refused:
             super().on_message_complete()
 
@@ -79,10 +100,22 @@ class BoundedConnection(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
-    def _refuse(self, status: HTTPStatus) -> None:
-        """Answer and hang up: the rest of the request would have to be read to be passed over."""
+    def _drop(self, size: int) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(DRAIN_S, self.transport.close)
+        self._dropped_bytes += size
+        if self._dropped_bytes > DRAIN_BYTES:
+            self.transport.close()
+
+    def _refuse(self, status: HTTPStatus, headers: str = "") -> None:
+        """Answer what cannot be read on, drop what follows, and hang up."""
         self._refused = True
-        if not self.transport.is_closing():
-            line = f"HTTP/1.1 {status.value} {status.phrase}\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-            self.transport.write(line.encode())
+        if self.transport.is_closing():
+            return
+        line = f"HTTP/1.1 {status.value} {status.phrase}\r\nconnection: close\r\n{headers}content-length: 0\r\n\r\n"
+        self.transport.write(line.encode())
+        if self.transport.can_write_eof():
+            self.transport.write_eof()  # the sender sees that nothing more comes, and hangs up
+            self._drop(0)
+        else:
             self.transport.close()

@@ -51,8 +51,6 @@ _UPLOAD_TIMEOUT_S: Final = 120
 """A sender that died in the middle of its request does not keep its share of the byte budget for ever."""
 _KEEP_ALIVE_S: Final = 75
 """Longer than exporters wait between two requests."""
-_MOST_CONNECTIONS: Final = 4096
-"""Further ones are answered 503, which senders take as a reason to come again."""
 _OPEN_PATHS: Final = ("/healthz", "/readyz")
 """Need no token: they say nothing but yes or no."""
 _INLINE_BYTES: Final = 1 << 18
@@ -104,10 +102,9 @@ class _Guard:
             await self._app(scope, receive, send)
             return
         answer = self._ingest.unauthenticated()
-        # The body is not read: the connection ends here.
         scheme = 'Basic realm="spanmill: the token is the password", charset="UTF-8"' if _is_look(request) else "Bearer"
-        headers = {"WWW-Authenticate": scheme, "Connection": "close"}
-        await _error(request, _HTTP_STATUS[answer.code], answer.status(), headers)(scope, receive, send)
+        refusal = _error(request, _HTTP_STATUS[answer.code], answer.status(), {"WWW-Authenticate": scheme})
+        await refusal(scope, receive, send)
 
 
 def _is_look(request: Request) -> bool:
@@ -130,7 +127,6 @@ class HttpServer:
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            limit_concurrency=_MOST_CONNECTIONS,
             ssl_certfile=tls and tls.cert,
             ssl_keyfile=tls and str(tls.key),
             ssl_ca_certs=tls and tls.client_ca and str(tls.client_ca),

@@ -3,6 +3,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from made_spans import make_request, make_span
 from served import FREE, wait_for
 
-from spanmill.collector import http_connection, receive_grpc, receive_http
+from spanmill.collector import http_connection, receive_grpc
 from spanmill.collector.config import ServeConfig
 from spanmill.collector.journal import JournalWriter
 from spanmill.collector.receive import Receiver, start_receiver
@@ -106,19 +107,39 @@ def test_a_silent_connection_is_closed(
 
 
 def test_further_connections_are_answered_503(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Receiver]) -> None:
-    """Which is a reason to come again; once others have gone, the same sender is served."""
-    monkeypatch.setattr(receive_http, "_MOST_CONNECTIONS", 4)
+    """With Retry-After, a reason to come again; once others have gone, the same sender is served."""
+    monkeypatch.setattr(http_connection, "MOST_CONNECTIONS", 4)
     receiver = started()
     others = [socket.create_connection(receiver.http_address) for _ in range(4)]
     url = f"http://{receiver.http_address}/v1/traces"
     headers = {"Content-Type": "application/x-protobuf"}
-    assert 503 == httpx.post(url, content=BODY, headers=headers).status_code
+    answer = httpx.post(url, content=BODY, headers=headers)
+    assert (503, "1") == (answer.status_code, answer.headers["retry-after"])
     for other in others:
         other.close()
     deadline = time.monotonic() + 10
     while httpx.post(url, content=BODY, headers=headers).status_code == 503 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert 200 == httpx.post(url, content=BODY, headers=headers).status_code
+
+
+@pytest.mark.parametrize("path", ["/v1/traces", "/" + "x" * 10_000], ids=["too large", "no such path"])
+def test_a_refusal_reaches_who_still_sends(
+    monkeypatch: pytest.MonkeyPatch, started: Callable[[], Receiver], path: str
+) -> None:
+    """What follows is read and dropped, so that no reset hides the answer; but not for ever."""
+    monkeypatch.setattr(http_connection, "DRAIN_BYTES", 200 << 20)
+    receiver, body = started(), bytes(100 << 20)
+    connection = HTTPConnection(str(receiver.http_address), timeout=30)
+    connection.request("POST", path, body, {"Content-Type": "application/x-protobuf"})
+    assert (413 if path == "/v1/traces" else 414) == connection.getresponse().status
+    connection.close()
+    monkeypatch.setattr(http_connection, "DRAIN_BYTES", 10 << 20)
+    connection = HTTPConnection(str(receiver.http_address), timeout=30)
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):
+        connection.request("POST", path, body * 2, {"Content-Type": "application/x-protobuf"})
+    connection.close()
+    assert 200 == httpx.get(f"http://{receiver.http_address}/healthz").status_code
 
 
 def test_health_and_no_reflection(receiver: Receiver) -> None:
