@@ -4,7 +4,9 @@ Used where requests pass by: in client libraries (`injector`) and in the gateway
 """
 
 import json
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final, cast
 
 from opentelemetry.context import Context
@@ -150,7 +152,15 @@ def _chunks(route: str, body: Mapping[str, Any]) -> Chunks | Reply | sglang.Gene
 
 
 def _json(content: bytes) -> Any:
-    """A JSON value; None for what is none, which is none of our business."""
+    """A JSON value; None for what is none, which is none of our business.
+
+    Where the client library has loaded pydantic its parser is used: half the time on long lists, which is what ids are.
+    It refuses what `json` takes (half a surrogate pair), so the last word is not its.
+    """
+    parse: Any = getattr(sys.modules.get("pydantic_core"), "from_json", None)
+    if parse is not None:
+        with suppress(ValueError):
+            return parse(content)
     try:
         return json.loads(content)
     except ValueError:
