@@ -197,6 +197,7 @@ def _facts(episodes: pl.LazyFrame, selection: Selection, needs: Collection[Need]
         trained_left=pl.col("loss_mask").list.head(limit).list.sum().cast(pl.Int64),
         calls=pl.col("turns").list.eval(turn.field("trained")).list.sum().cast(pl.Int64),
         calls_left=trained.list.sum().cast(pl.Int64),
+        no_prompt=pl.col("loss_mask").list.first() == 1,
         modes=modes(),
         oldest=oldest_version(),
         newest=newest.list.max(),
@@ -256,7 +257,8 @@ def _group_rules() -> list[_Rule]:
 
 
 def _episode_rules(selection: Selection, needs: Collection[Need]) -> list[_Rule]:
-    rules: list[_Rule] = []
+    # Of a token with nothing before it no trainer has a distribution.
+    rules: list[_Rule] = [("no_prompt", ~pl.col("no_prompt"))]
     if selection.model:
         rules.append(("model", pl.col("model").is_in(selection.model)))
     if selection.agent is not None:

@@ -172,6 +172,12 @@ def test_long_sequences(tmp_path: Path) -> None:
     assert [None, "overlong", None] == reasons(tmp_path / "2", made, truncating)
 
 
+def test_a_first_token_is_never_trained(tmp_path: Path) -> None:
+    """A call with an empty prompt is left out: trainers shift by one, and its first token has nothing before it."""
+    made = [one("a"), rollout("b", [call(0, [], B)])]
+    assert [None, "no_prompt"] == reasons(tmp_path, made, Selection())
+
+
 def test_a_pattern_that_is_none(tmp_path: Path) -> None:
     """A regular expression that does not parse is named."""
     with pytest.raises(ExportError, match=r"--agent '\(' is no regular expression"):

@@ -47,9 +47,14 @@ Call = dict[str, Any]
 
 def _documents(rows: Any, fill: Fill) -> Any:
     """One line for each rollout, from its calls in the order of its Episodes."""
-    calls: list[Call] = rows.to_pylist()
-    whole = [list(group) for _, group in groupby(calls, itemgetter("rollout_id", "attempt"))]
-    texts = [json.dumps(_document(group), ensure_ascii=False, separators=(",", ":")) for group in whole]
+    keys = list(zip(*(rows.column(name).to_pylist() for name in ("rollout_id", "attempt")), strict=True))
+    texts: list[str] = []
+    first = 0
+    for _, group in groupby(keys):
+        size = len(list(group))
+        calls: list[Call] = rows.slice(first, size).to_pylist()
+        texts.append(json.dumps(_document(calls), ensure_ascii=False, separators=(",", ":")))
+        first += size
     return pa.table({"document": pa.array(texts, pa.string())})
 
 

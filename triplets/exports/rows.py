@@ -13,8 +13,8 @@ from spanmill.errors import DatasetError
 from spanmill.triplets.parts import KEY, old_path, part_path
 from spanmill.triplets.schema import TableSpec
 
-BATCH_BYTES: Final = 64 << 20
-"""Of rows in memory at a time, about; a single rollout may be larger."""
+BATCH_BYTES: Final = 16 << 20
+"""Of rows that are read at a time, about; what is made of them takes some ten times that. A rollout may be larger."""
 
 
 def batches(
