@@ -20,41 +20,102 @@ from spanmill.collector.config import Address, ServeConfig
 from spanmill.errors import ConfigError
 
 _LOOK_S: Final = 1.0
-"""The token file is looked at this often at most."""
+"""Files are looked at this often at most."""
 
 _log = logging.getLogger(__name__)
 
 
-class Tls(NamedTuple):
-    """Files in PEM that have been tried and hold together."""
+class _Watched:
+    """Files that are looked at now and then; for use under a lock."""
 
-    cert: Path
-    key: Path
-    client_ca: Path | None
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._stamps = [_stamp(path) for path in paths]
+        self._look_at = time.monotonic() + _LOOK_S
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to look."""
+        return time.monotonic() >= self._look_at
+
+    def changed(self) -> bool:
+        """Whether any is another than when it was last looked at."""
+        self._look_at = time.monotonic() + _LOOK_S
+        before, self._stamps = self._stamps, [_stamp(path) for path in self._paths]
+        return before != self._stamps
+
+
+class Pems(NamedTuple):
+    """What the files of TLS hold, in PEM."""
+
+    cert: bytes
+    key: bytes
+    client_ca: bytes | None
     """With one, clients must show a certificate by it."""
 
 
+class Tls:
+    """Certificate, key and authority of clients, from files that have been tried and hold together. Thread-safe.
+
+    The files are read again when they have changed, so certificates are exchanged without a restart, for connections
+    that are made from then on. While they cannot be read, or do not hold together, those of before count.
+    """
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
+        """Raises ConfigError, naming the option, if a file cannot be used."""
+        self.cert, self.key, self.client_ca = cert, key, client_ca
+        self._lock = threading.Lock()
+        self._files = _Watched(*(path for path in (cert, key, client_ca) if path))
+        self._pems, self._context = self._read()
+
+    def pems(self) -> Pems:
+        """What counts now."""
+        self._look()
+        return self._pems
+
+    def context(self) -> ssl.SSLContext:
+        """The same, for a server."""
+        self._look()
+        return self._context
+
+    def _look(self) -> None:
+        if not self._files.due:
+            return
+        with self._lock:
+            if not self._files.due or not self._files.changed():
+                return
+            try:
+                self._pems, self._context = self._read()
+            except ConfigError as error:
+                _log.warning("%s; the certificate of before goes on to count", error)
+            else:
+                _log.warning("--tls-cert %s or what belongs to it has changed: it counts from now on", self.cert)
+
+    def _read(self) -> tuple[Pems, ssl.SSLContext]:
+        client_ca = _readable("--tls-client-ca", self.client_ca) if self.client_ca else None
+        pems = Pems(_readable("--tls-cert", self.cert), _readable("--tls-key", self.key), client_ca)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # Without a password of our own, OpenSSL would ask for it at the terminal.
+            context.load_cert_chain(self.cert, self.key, password=lambda: "")
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(
+                f"--tls-cert {self.cert} and --tls-key {self.key} are no certificate chain and its key without "
+                f"a password, in PEM: {_cause(error)}"
+            ) from error
+        if client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            try:
+                context.load_verify_locations(cadata=client_ca.decode("ascii", "replace"))
+            except (ssl.SSLError, ValueError) as error:
+                raise ConfigError(f"--tls-client-ca {self.client_ca} is no PEM: {_cause(error)}") from error
+        return pems, context
+
+
 def tls_of(config: ServeConfig) -> Tls | None:
-    """The files to serve TLS with, None for none. ConfigError, naming the option, if they cannot be used."""
+    """What to serve TLS with, None for none. ConfigError, naming the option, if a file cannot be used."""
     if config.tls_cert is None or config.tls_key is None:
         return None
-    for flag, path in (("cert", config.tls_cert), ("key", config.tls_key), ("client-ca", config.tls_client_ca)):
-        if path is not None:
-            _readable(f"--tls-{flag}", path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        # Without a password of our own, OpenSSL would ask for it at the terminal.
-        context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")
-    except (ssl.SSLError, ValueError) as error:
-        raise ConfigError(
-            f"--tls-cert {config.tls_cert} and --tls-key {config.tls_key} are no certificate chain and its key without "
-            f"a password, in PEM: {_cause(error)}"
-        ) from error
-    if config.tls_client_ca is not None:
-        try:
-            context.load_verify_locations(config.tls_client_ca)
-        except (ssl.SSLError, ValueError) as error:
-            raise ConfigError(f"--tls-client-ca {config.tls_client_ca} is no PEM: {_cause(error)}") from error
     return Tls(config.tls_cert, config.tls_key, config.tls_client_ca)
 
 
@@ -80,11 +141,10 @@ class Tokens:
         """Raises ConfigError if the file cannot be read or holds no token."""
         self._path = path
         self._lock = threading.Lock()
-        self._stamp = _stamp(path)
+        self._file = _Watched(path)
         self._digests = _digests(_readable("--token-file", path))
         if not self._digests:
             raise ConfigError(f"--token-file {path} holds no token: expected one a line")
-        self._look_at = time.monotonic() + _LOOK_S
 
     def allow(self, authorization: str | None) -> bool:
         """Whether a header `Authorization` carries one of the tokens; how long it takes tells nothing about them.
@@ -106,16 +166,11 @@ class Tokens:
         return sum([hmac.compare_digest(digest, known) for known in self._digests]) > 0
 
     def _look(self) -> None:
-        if time.monotonic() < self._look_at:
+        if not self._file.due:
             return
         with self._lock:
-            if time.monotonic() < self._look_at:
+            if not self._file.due or not self._file.changed():
                 return
-            self._look_at = time.monotonic() + _LOOK_S
-            stamp = _stamp(self._path)
-            if stamp == self._stamp:
-                return
-            self._stamp = stamp
             try:
                 digests = _digests(_readable("--token-file", self._path))
             except ConfigError as error:

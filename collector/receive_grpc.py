@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.wrappers_pb2 import StringValue
 from google.rpc.code_pb2 import INVALID_ARGUMENT, NOT_FOUND, OK, UNIMPLEMENTED
 
-from spanmill.collector.access import Access, Tls, Tokens
+from spanmill.collector.access import Access, Pems, Tls, Tokens
 from spanmill.collector.compression import grpc_encoding
 from spanmill.collector.config import Address
 from spanmill.collector.grpc_calls import Call, CallServer
@@ -83,9 +83,18 @@ def start(ingest: Ingest, address: Address, access: Access, *, shared: bool) -> 
 
 
 def _credentials(tls: Tls) -> Any:
-    pair = tls.key.read_bytes(), tls.cert.read_bytes()
-    client_ca = tls.client_ca.read_bytes() if tls.client_ca else None
-    return _grpc.ssl_server_credentials([pair], client_ca, require_client_auth=client_ca is not None)
+    given = tls.pems()
+
+    def certificates(pems: Pems) -> Any:
+        return _grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.client_ca)
+
+    def fetched() -> Any:
+        """Asked at each handshake; None for those of before."""
+        nonlocal given
+        before, given = given, tls.pems()
+        return None if before is given else certificates(given)
+
+    return _grpc.dynamic_ssl_server_credentials(certificates(given), fetched, given.client_ca is not None)
 
 
 class _Services:

@@ -7,6 +7,7 @@ import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import uvicorn
@@ -132,6 +133,9 @@ class HttpServer:
             ssl_ca_certs=tls and tls.client_ca and str(tls.client_ca),
             ssl_cert_reqs=ssl.CERT_REQUIRED if tls and tls.client_ca else ssl.CERT_NONE,
         )
+        config.load()
+        if tls and config.ssl:
+            config.ssl.sni_callback = partial(_renew, tls)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, name="spanmill-http", daemon=True
@@ -146,6 +150,11 @@ class HttpServer:
     def join(self, timeout: float) -> None:
         """Waits until all have ended."""
         self._thread.join(timeout)
+
+
+def _renew(tls: Tls, connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+    """Asked at each handshake, whether the client gives a name or not."""
+    connection.context = tls.context()
 
 
 def endpoint(ingest: Ingest, handler: Handler) -> Callable[[Request], Awaitable[Response]]:

@@ -11,6 +11,7 @@ def make_certificates(folder: Path) -> Path:
     """The folder, with `ca`, `server`, `client`, `stranger`, each a .pem and a .key."""
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl: apt install openssl")
+    folder.mkdir(exist_ok=True)
     _signed(folder, "ca", None)
     _signed(folder, "other-ca", None)
     _signed(folder, "server", "ca")

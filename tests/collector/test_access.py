@@ -1,4 +1,5 @@
 import os
+import shutil
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -98,6 +99,46 @@ def test_both_protocols_are_served_over_tls(start: Start, certificates: Path, tm
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.post(f"http://{receiver.http_address}/v1/traces", content=BODY, headers=PROTO)
     assert [BODY, BODY] == [entry.body for entry in read(tmp_path / "journal")]
+
+
+@pytest.mark.parametrize("part", ["server", "ca"])
+def test_certificates_are_exchanged_without_a_restart(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
+) -> None:
+    """New connections get the new one, on both ports, once its key has come as well; also the authority of clients."""
+    monkeypatch.setattr(access, "_LOOK_S", 0.0)
+    old, new = make_certificates(tmp_path), make_certificates(tmp_path / "new")
+    receiver = start(**secure(old, client_ca=True))
+
+    def ends(folder: Path) -> list[str]:
+        over_http = "OK"
+        try:
+            with http_client(receiver, folder, "client") as client:
+                client.post("/v1/traces", content=BODY)
+        except httpx.TransportError:
+            over_http = "UNAVAILABLE"
+        return [send_grpc(receiver, folder, "client"), over_http]
+
+    def member(name: str, trusted: Path, client: Path) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copy(trusted / "ca.pem", folder)
+        for kind in ("pem", "key"):
+            shutil.copy(client / f"client.{kind}", folder)
+        return folder
+
+    before = member("before", old, old)
+    after = member("after", new, old) if part == "server" else member("after", old, new)
+    assert (["OK", "OK"], ["UNAVAILABLE"] * 2) == (ends(before), ends(after))
+    if part == "server":
+        shutil.copy(new / "server.pem", old)
+        assert ["OK", "OK"] == ends(before)  # there is no key for it yet
+        assert "are no certificate chain and its key" in caplog.text
+        shutil.copy(new / "server.key", old)
+    else:
+        shutil.copy(new / "ca.pem", old)
+    assert (["OK", "OK"], ["UNAVAILABLE"] * 2) == (ends(after), ends(before))
+    assert "it counts from now on" in caplog.text
 
 
 def test_clients_need_a_certificate(start: Start, certificates: Path, tmp_path: Path) -> None:
