@@ -54,6 +54,7 @@ class Figures:
 
     def __init__(self, fd: int = -1, workers: int = 1, worker: int = 0) -> None:
         """`fd` is that of `shared_memory`; without one, the figures are this process's alone."""
+        self.workers: Final = workers
         self._memory = mmap.mmap(fd, _size(workers))
         self._cells = memoryview(self._memory).cast("q")
         self._own = worker * len(_NAMES)

@@ -55,6 +55,7 @@ class _Figures(Collector):
         yield _gauge("inflight_bytes", "Bytes received and not yet on disk.", total("inflight_bytes"))
         yield _gauge("refusing", "1 while all requests are refused, until there is room again.", self._ingest.refusing)
         yield _gauge("ready", "1 while requests are taken and the indexer runs.", not self._unready())
+        yield _gauge("workers", "Processes that receive.", self._ingest.figures.workers)
         yield _syncs([total(name) for name in SYNCS], total("sync_ns"))
         yield _gauge("journal_bytes", "Size of the journal.", state.journal_bytes)
         yield _gauge("journal_segments", "Files of the journal.", state.segments)

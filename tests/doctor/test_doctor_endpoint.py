@@ -113,6 +113,16 @@ def test_a_service_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert [True] == ["until there is room" in finding.text for finding in more if "disk" in finding.text]
 
 
+def test_several_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service of several processes is said to give one gRPC connection to one of them."""
+    with Served(tmp_path / "data", "--workers", "2") as running:
+        assert [("warning", True)] == [
+            (finding.level, "2 workers" in finding.text)
+            for finding in found(monkeypatch, f"http://{running.http_address}", **HTTP)
+            if finding.level != "ok"
+        ]
+
+
 def test_other_receivers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A receiver that is none of ours takes spans, and what it does with them is said to be up to it."""
     with grpc_receiver() as sink:
