@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.progress import track
 
 from spanmill.adapters import adapt
+from spanmill.collector import build_ray
 from spanmill.collector import rewards as posted
-from spanmill.collector.components import Components
+from spanmill.collector.components import Components, Place
 from spanmill.collector.config import BuildConfig
 from spanmill.collector.expired import LIST_NAME, read_expired
 from spanmill.collector.index import Found
@@ -51,14 +52,19 @@ def build(inputs: Sequence[Path], config: BuildConfig) -> int:
 
     Raises InputError if an input cannot be read, DatasetError if there is a dataset already or none can be written.
     """
-    _check_empty(config.out)
+    on_ray = config.engine == "ray"
+    _check_empty(config.out, goes_on=on_ray)
     table = list(read_rewards(config.rewards)) if config.rewards else []
     with DatasetWriter(config.out) as dataset:
         for left in config.out.glob(".build-*"):  # by a build that was killed
-            rmtree(left)
+            if not (on_ray and left.name == build_ray.FOLDER):
+                rmtree(left)
         _say_what_expired(inputs)
-        with TemporaryDirectory(prefix=".build-", dir=config.out) as folder:
-            _build(_Recorded(inputs), table, dataset, config, Path(folder))
+        if on_ray:
+            _build_on_ray(inputs, table, dataset, config)
+        else:
+            with TemporaryDirectory(prefix=".build-", dir=config.out) as folder:
+                _build(_Recorded(inputs), table, dataset, config, Path(folder))
     print(loss_report(config.out), end="")
     return 0
 
@@ -78,10 +84,7 @@ def _build(
             pieces = list[Piece]()
         else:
             pieces = list(_dealt(recorded, held, components))
-    rewards = defaultdict[int, dict[int, list[Reward]]](dict)
-    for reward, place in zip(given, places, strict=True):
-        if place is not None:
-            rewards[place.partition].setdefault(place.component, []).append(reward)
+    rewards = _by_partition(given, places)
     missed = set[bytes]()
     if held is None:
         workers = config.workers or cores()
@@ -96,6 +99,48 @@ def _build(
         if not made.empty:
             write_part(folder, made.tables, made.strays)
             dataset.take(folder)
+    _write_nowhere(given, places, missed, dataset, config)
+
+
+def _build_on_ray(inputs: Sequence[Path], table: Sequence[Reward], dataset: DatasetWriter, config: BuildConfig) -> None:
+    work = build_ray.prepare(inputs, config, table, PARTITION_BYTES)
+    file = work.folder / "components.sqlite"
+    file.unlink(missing_ok=True)
+    with (
+        build_ray.cluster(config.workers) as data,
+        closing(Components(file)) as components,
+        closing(build_ray.UnitTraces(work.folder / "units.sqlite")) as traces,
+    ):
+        found = build_ray.survey_units(data, work, components, traces, _shown)
+        _check_readable(found.unreadable, found.requests, found.why)
+        count = components.resolve(PARTITION_BYTES)
+        traces.write_places(work.folder / "places", components.place)
+        given = [*found.rewards, *table]
+        places = [components.of_rollout(reward.rollout_id) for reward in given]
+        build_ray.write_partitions(data, work, count, _by_partition(given, places), _shown)
+    missed = build_ray.commit(work, count, dataset)
+    if not build_ray.finished(work, count):
+        _write_nowhere(given, places, missed, dataset, config)
+    rmtree(work.folder)
+
+
+def _by_partition(given: Sequence[Reward], places: Sequence[Place | None]) -> dict[int, dict[int, list[Reward]]]:
+    """Rewards by partition and component."""
+    rewards = defaultdict[int, dict[int, list[Reward]]](dict)
+    for reward, place in zip(given, places, strict=True):
+        if place is not None:
+            rewards[place.partition].setdefault(place.component, []).append(reward)
+    return rewards
+
+
+def _write_nowhere(
+    given: Sequence[Reward],
+    places: Sequence[Place | None],
+    missed: set[bytes],
+    dataset: DatasetWriter,
+    config: BuildConfig,
+) -> None:
+    """Set the rewards aside whose rollout is nowhere."""
     alone = adapt([], given, options(config)).stray
     nowhere = {
         key_of(row): row for row, place in zip(alone, places, strict=True) if place is None or key_of(row) in missed
@@ -104,9 +149,12 @@ def _build(
         dataset.write([], list(nowhere.values()))
 
 
-def _check_empty(out: Path) -> None:
-    """Raises DatasetError unless `out` is missing, empty, or a dataset without rows, as a failed build leaves it."""
-    if not out.exists():
+def _check_empty(out: Path, *, goes_on: bool = False) -> None:
+    """Raises DatasetError unless `out` is missing, empty, or a dataset without rows, as a failed build leaves it.
+
+    With `goes_on` it may also be what a build on Ray left that was cut off.
+    """
+    if not out.exists() or (goes_on and (out / build_ray.FOLDER).is_dir()):
         return
     if not out.is_dir():
         raise DatasetError(f"{out} is no folder")
@@ -164,16 +212,20 @@ class _Recorded:
 
     def check(self) -> None:
         """Say how many requests could not be read. Raises InputError if that goes for all of them."""
-        if not self._unreadable:
-            return
-        number, why = next(iter(self._unreadable.items()))
-        line = f"{len(self._unreadable)} of {self.count} requests cannot be read, the first is number {number}: {why}"
-        if len(self._unreadable) == self.count:
-            raise InputError(line)
-        _say(line)
+        _check_readable(len(self._unreadable), self.count, next(iter(self._unreadable.values()), ""))
 
     def _everything(self) -> Iterator[Request]:
         return chain.from_iterable(map(read_requests, self._inputs))
+
+
+def _check_readable(unreadable: int, count: int, why: str) -> None:
+    """Say how many requests could not be read, and why the first. Raises InputError if that goes for all of them."""
+    if not unreadable:
+        return
+    line = f"{unreadable} of {count} requests cannot be read, the first of them: {why}"
+    if unreadable == count:
+        raise InputError(line)
+    _say(line)
 
 
 def _survey(recorded: _Recorded, components: Components) -> list[Request] | None:

@@ -17,9 +17,11 @@ from spanmill.errors import ConfigError
 Merge = Literal["prefix", "none", "realign"]
 
 LogFormat = Literal["text", "json"]
+Engine = Literal["local", "ray"]
 
 MERGES: Final[tuple[Merge, ...]] = ("prefix", "none", "realign")
 LOG_FORMATS: Final[tuple[LogFormat, ...]] = ("text", "json")
+ENGINES: Final[tuple[Engine, ...]] = ("local", "ray")
 
 _ENVIRON_PREFIX: Final = "SPANMILL_"
 _ADDRESS: Final = re.compile(r"(?:\[([0-9a-fA-F:.]+(?:%\w+)?)\]|([^\s:\[\]/]+)):(\d{1,5})")
@@ -146,6 +148,13 @@ def parse_merge(value: object) -> Merge:
     return value
 
 
+def parse_engine(value: object) -> Engine:
+    """What runs `build`."""
+    if value not in ENGINES:
+        raise ValueError(f"one of {', '.join(ENGINES)}")
+    return value
+
+
 def parse_log_format(value: object) -> LogFormat:
     """How messages look."""
     if value not in LOG_FORMATS:
@@ -212,6 +221,9 @@ class BuildConfig(RowConfig):
     )
     workers: int | None = field(
         default=None, metadata=about(parse_count(1, 1024), "processes that put rollouts together (default: the cores)")
+    )
+    engine: Engine = field(
+        default="local", metadata=about(parse_engine, "local, or ray: Ray Data on one machine or, by RAY_ADDRESS, many")
     )
 
 

@@ -74,6 +74,57 @@ def read_requests(path: Path) -> Iterator[Request]:
         warn_once(f"{len(others)} files in {path} are not OTLP and are passed over, the first is {others[0]}")
 
 
+class Unit(NamedTuple):
+    """A part of an input that can be read by itself: a file, or a segment of a journal."""
+
+    path: Path
+    """The file, or the journal's folder."""
+    segment: int | None = None
+    found: bool = False
+    """Whether it is a file that was found in a folder, which may hold others."""
+
+    def stamp(self) -> tuple[str, int, int]:
+        """Changes when what it holds does."""
+        path = self.path if self.segment is None else journal.segment_path(self.path, self.segment)
+        stat = path.stat()
+        return str(path.absolute()), stat.st_size, stat.st_mtime_ns
+
+
+def units(path: Path) -> list[Unit]:
+    """The units of an input; together they hold what `read_requests` reads. Raises InputError as that does."""
+    if not path.is_dir():
+        return [Unit(path)]
+    made = list[Unit]()
+    for entry in _entries(path):
+        segments = journal.segments(entry) if entry.is_dir() else []
+        made += [Unit(entry, segment) for segment in segments] or [Unit(entry, found=True)]
+    if not made:
+        raise InputError(f"{path} holds no journal and no file of OTLP requests")
+    return made
+
+
+def read_unit(unit: Unit) -> Iterator[Request]:
+    """The requests of a unit, as `read_requests` reads them; none of a found file that is not OTLP."""
+    if unit.segment is not None:
+        yield from _segment_requests(unit.path, unit.segment)
+        return
+    try:
+        yield from _file_requests(unit.path)
+    except UnknownFormatError:
+        if not unit.found or _suffix(unit.path) in _PROTOBUF:
+            raise
+        warn_once(f"{unit.path} is not OTLP and is passed over")
+
+
+def _segment_requests(folder: Path, segment: int) -> Iterator[Request]:
+    before = journal.Position(segment, 0)
+    damage = dict[journal.Position, int]()
+    for entry in journal.read(folder, before, worker=journal.worker_of(segment), damage=damage):
+        if entry.position.segment != segment:
+            break
+        yield Request(entry.kind, entry.body, entry.received_ns)
+
+
 def _entries(folder: Path) -> Iterator[Path]:
     """The journals and files of a folder and of those in it."""
     try:

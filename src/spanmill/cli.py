@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing == "spanmill":
             raise
-        extras = {"aiohttp": "gateway", "msgspec": "export", "safetensors": "export"}
+        extras = {"aiohttp": "gateway", "msgspec": "export", "safetensors": "export", "ray": "ray"}
         print(
             f"spanmill: this command needs {missing}, which is not installed: "
             f"pip install 'spanmill[{extras.get(missing, 'collector')}]'",

@@ -185,7 +185,7 @@ def test_a_request_that_cannot_be_read_is_counted(tmp_path: Path, capsys: pytest
             journal.append(Kind.TRACES_PROTO, body, 5)
     build([tmp_path / "journal"], BuildConfig(out=tmp_path / "out"))
     assert [("r",)] == rollouts(tmp_path / "out", "rollout_id")
-    assert capsys.readouterr().err.startswith("spanmill: 2 of 3 requests cannot be read, the first is number 0: ")
+    assert capsys.readouterr().err.startswith("spanmill: 2 of 3 requests cannot be read, the first of them: ")
 
 
 def test_input_without_one_readable_request_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,317 @@
+"""`spanmill build --engine ray`: the same functions on Ray Data, which schedules, shuffles and starts again.
+
+    units of the input ── survey ──> components, on the driver's disk
+                       ── deal ──> pieces ── Ray's shuffle by partition ── put together ──> a folder for each partition
+                                                                             the driver commits them in their order
+
+The folder `OUT/.build-ray` is seen by the driver and every worker. It holds the places of each unit's traces and the
+partitions that are done, so a run that was killed is gone on with by the same command: what is done is left out before
+the shuffle. Neither the number of workers nor a run that was cut off changes a byte of the dataset.
+"""
+
+import hashlib
+import os
+import pickle
+import shutil
+import sqlite3
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
+
+from spanmill.adapters import Options
+from spanmill.collector import rewards as posted
+from spanmill.collector.components import Components, Place
+from spanmill.collector.config import BuildConfig
+from spanmill.collector.index import Found
+from spanmill.collector.indexer import options
+from spanmill.collector.inputs import Unit, read_unit, units
+from spanmill.collector.journal import Kind
+from spanmill.collector.partition import Piece, deal, put_together
+from spanmill.collector.spill import cores, rest_collector
+from spanmill.collector.survey import survey
+from spanmill.errors import DatasetError, DecodeError, InputError
+from spanmill.triplets.parts import part_numbers
+from spanmill.triplets.records import Reward
+from spanmill.triplets.schema import ROLLOUTS, TABLES
+from spanmill.triplets.writer import DatasetWriter, write_part
+
+FOLDER: Final = ".build-ray"
+_CHUNK: Final = 2000
+"""Requests that are surveyed before what they hold is handed on."""
+
+Shown = Callable[[Iterable[Any], str, int | None], Iterator[Any]]
+
+
+class Work(NamedTuple):
+    """What the driver knows before the rows are made."""
+
+    folder: Path
+    units: list[Unit]
+    partition_bytes: int
+    options: Options
+
+
+class Surveyed(NamedTuple):
+    """What all units hold."""
+
+    requests: int
+    unreadable: int
+    why: str
+    """Why the first of those cannot be read."""
+    rewards: list[Reward]
+    """By the time at which they were received."""
+
+
+@contextmanager
+def cluster(workers: int | None) -> Generator[Any]:
+    """`ray.data` on the cluster that RAY_ADDRESS names, else on one of `workers` processes that ends with this one."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+    import ray.data
+    from ray.data.context import ShuffleStrategy
+
+    started, data = cast("Any", ray), cast("Any", ray.data)
+    own = not started.is_initialized()
+    if own:
+        address = os.environ.get("RAY_ADDRESS")
+        local: dict[str, Any] = {} if address else {"num_cpus": workers or cores(), "include_dashboard": False}
+        started.init(address=address, log_to_driver=False, configure_logging=False, **local)
+    context: Any = data.DataContext.get_current()
+    context.enable_progress_bars = False
+    # Tasks alone, no actors: what a killed worker held is made again from what it was made of.
+    context.shuffle_strategy = ShuffleStrategy.SORT_SHUFFLE_PULL_BASED
+    try:
+        yield data
+    finally:
+        if own:
+            started.shutdown()
+
+
+def prepare(inputs: Sequence[Path], config: BuildConfig, table: Sequence[Reward], partition_bytes: int) -> Work:
+    """The work folder of these inputs and options: that of a run which was cut off, if it was the same, else a new one.
+
+    Raises InputError if an input cannot be read, DatasetError if rows of another run are committed already.
+    """
+    found = [unit for path in inputs for unit in units(path)]
+    folder = config.out / FOLDER
+    chosen = options(config)
+    told = repr(([unit.stamp() for unit in found], chosen, partition_bytes, table))
+    fingerprint = hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
+    mark = folder / "fingerprint"
+    if not (mark.is_file() and mark.read_text() == fingerprint):
+        if folder.is_dir() and (config.out / ROLLOUTS.name).is_dir() and part_numbers(config.out, ROLLOUTS):
+            raise DatasetError(
+                f"{config.out} holds part of a build of other inputs or options that was cut off; "
+                "give those again to go on with it, or choose an empty folder"
+            )
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in ("places", "parts", "rewards"):
+            (folder / name).mkdir(parents=True)
+        mark.write_text(fingerprint)
+    return Work(folder, found, partition_bytes, chosen)
+
+
+# Pass 1: what belongs together
+
+
+def survey_units(data: Any, work: Work, components: Components, traces: "UnitTraces", shown: Shown) -> Surveyed:
+    """Tell `components` and `traces` what the units hold."""
+    numbered = [{"unit": number, "what": pickle.dumps(unit)} for number, unit in enumerate(work.units)]
+    rows = data.from_items(numbered, override_num_blocks=len(numbered)).flat_map(_survey_unit)
+    rewards, requests, unreadable, why = list[Reward](), 0, 0, ""
+    for row in shown(rows.iter_rows(), "surveying", None):
+        if row["why"].startswith("!"):
+            raise InputError(row["why"][1:])
+        found: list[Found] = pickle.loads(row["found"])
+        components.add(found)
+        traces.add(row["unit"], [one.trace for one in found])
+        rewards += pickle.loads(row["rewards"])
+        requests, unreadable, why = requests + row["requests"], unreadable + row["unreadable"], why or row["why"]
+    return Surveyed(requests, unreadable, why, sorted(rewards, key=lambda reward: reward.received_ns))
+
+
+def _survey_unit(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    rest_collector()
+    requests = iter(read_unit(pickle.loads(row["what"])))
+    ended = False
+    while not ended:
+        found, rewards, count, unreadable, why = dict[str, Found](), list[Reward](), 0, 0, ""
+        ended = True
+        try:
+            for request in requests:
+                if request.kind is Kind.REWARDS:
+                    rewards += posted.decode(request.body)
+                elif request.kind is not Kind.FLUSH:
+                    count += 1
+                    try:
+                        for one in survey(request.kind, request.body):
+                            found[one.trace] = _added(found.get(one.trace), one)
+                    except DecodeError as error:
+                        unreadable, why = unreadable + 1, why or str(error)
+                if count == _CHUNK:
+                    ended = False
+                    break
+        except InputError as error:  # Ray would wrap it into an error of its own
+            why = f"!{error}"
+        yield {
+            "unit": row["unit"],
+            "found": pickle.dumps(list(found.values())),
+            "rewards": pickle.dumps(rewards),
+            "requests": count,
+            "unreadable": unreadable,
+            "why": why,
+        }
+
+
+def _added(one: Found | None, other: Found) -> Found:
+    """What two requests hold of one trace."""
+    if one is None:
+        return other
+    return Found(one.trace, one.bytes + other.bytes, one.keys | other.keys, one.ends or other.ends)
+
+
+class UnitTraces:
+    """Which traces each unit holds, in a file: a task is told the places of its own unit's traces and no others."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db.executescript(
+            "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; DROP TABLE IF EXISTS held;"
+            "CREATE TABLE held (unit INTEGER, trace BLOB, PRIMARY KEY (unit, trace)) WITHOUT ROWID;"
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def add(self, unit: int, traces: Sequence[str]) -> None:
+        """Take in what a unit holds, or some of it."""
+        self._db.execute("BEGIN")
+        rows = ((unit, trace.encode("utf-8", "surrogatepass")) for trace in traces)
+        self._db.executemany("INSERT OR IGNORE INTO held VALUES (?, ?)", rows)
+        self._db.execute("COMMIT")
+
+    def write_places(self, folder: Path, place: Callable[[str], Place | None]) -> None:
+        """Write `folder`/UNIT for each unit: the places of its traces."""
+        (count,) = self._db.execute("SELECT coalesce(max(unit), -1) + 1 FROM held").fetchone()
+        for unit in range(count):
+            rows = self._db.execute("SELECT trace FROM held WHERE unit = ?", (unit,))
+            traces = [bytes(trace).decode("utf-8", "surrogatepass") for (trace,) in rows]
+            (folder / str(unit)).write_bytes(pickle.dumps({trace: place(trace) for trace in traces}))
+
+
+# Pass 2: rows
+
+
+def write_partitions(
+    data: Any, work: Work, count: int, rewards: Mapping[int, Mapping[int, Sequence[Reward]]], shown: Shown
+) -> None:
+    """Have the workers write every partition that is not there yet."""
+    done = {number for number in range(count) if _part(work.folder, number).is_dir()}
+    for number, given in rewards.items():
+        (work.folder / "rewards" / str(number)).write_bytes(pickle.dumps(dict(given)))
+    if len(done) == count:
+        return
+    numbered = [{"unit": number, "what": pickle.dumps(unit)} for number, unit in enumerate(work.units)]
+    pieces = data.from_items(numbered, override_num_blocks=len(numbered)).flat_map(
+        _deal_unit, fn_kwargs={"folder": work.folder, "done": done}
+    )
+    folder, chosen = work.folder, work.options
+
+    def put(group: Any) -> Any:
+        return _put_partition(group, folder, chosen)
+
+    made = pieces.groupby("partition").map_groups(put, batch_format="pyarrow")
+    for _ in shown(made.iter_rows(), "writing rows", count - len(done)):
+        pass
+
+
+def _deal_unit(row: dict[str, Any], folder: Path, done: set[int]) -> Iterator[dict[str, Any]]:
+    rest_collector()
+    path = folder / "places" / str(row["unit"])
+    places: dict[str, Place | None] = pickle.loads(path.read_bytes()) if path.exists() else {}
+    for request in read_unit(pickle.loads(row["what"])):
+        if request.kind in (Kind.REWARDS, Kind.FLUSH):
+            continue
+        try:
+            pieces = deal(request, places.get)
+        except DecodeError:  # counted by the survey
+            continue
+        for piece in pieces:
+            if piece.partition not in done:
+                yield {"partition": piece.partition, "piece": pickle.dumps(piece, pickle.HIGHEST_PROTOCOL)}
+
+
+def _put_partition(group: Any, folder: Path, chosen: Options) -> Any:
+    """The rows of a partition, written under its name; a worker that is killed leaves nothing under that name."""
+    import pyarrow as pa
+
+    rest_collector()
+    number: int = group.column("partition")[0].as_py()
+    given = folder / "rewards" / str(number)
+    rewards: dict[int, list[Reward]] = pickle.loads(given.read_bytes()) if given.exists() else {}
+    made = put_together(_unpickled(group.column("piece")), rewards, chosen)
+    part = _part(folder, number)
+    if not part.is_dir():
+        writing = part.with_suffix(f".{os.getpid()}")
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir()
+        (writing / "missed").write_bytes(pickle.dumps(made.missed))
+        if not made.empty:
+            write_part(writing, made.tables, made.strays)
+        try:
+            writing.rename(part)
+        except OSError:  # Ray ran the task twice, and the other was faster with the same
+            shutil.rmtree(writing)
+    return pa.table({"partition": [number]})
+
+
+def _unpickled(column: Any) -> Iterator[Piece]:
+    for chunk in column.chunks:
+        for value in chunk:
+            yield pickle.loads(value.as_buffer())
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / "parts" / f"{number}.part"
+
+
+def commit(work: Work, count: int, dataset: DatasetWriter) -> set[bytes]:
+    """Commit the partitions that are not committed yet, in their order; `Partition.missed` of all of them.
+
+    Each makes one part, so as many as the dataset has are committed.
+    """
+    committed = len(part_numbers(work.folder.parent, ROLLOUTS))
+    missed = set[bytes]()
+    filled = 0
+    for number in range(count):
+        part = _part(work.folder, number)
+        missed.update(pickle.loads((part / "missed").read_bytes()))
+        if not (part / f"{ROLLOUTS.name}.parquet").exists():
+            continue
+        filled += 1
+        if filled <= committed:
+            continue
+        with _linked(part) as taken:
+            dataset.take(taken)
+    return missed
+
+
+@contextmanager
+def _linked(part: Path) -> Generator[Path]:
+    """The files of a part in a folder from which they may be taken: a run that is killed meanwhile has them still."""
+    folder = part.with_suffix(".take")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for table in TABLES:
+        os.link(part / f"{table.name}.parquet", folder / f"{table.name}.parquet")
+    yield folder
+    shutil.rmtree(folder)
+
+
+def finished(work: Work, count: int) -> bool:
+    """Whether a run that was cut off had committed everything, the last rows included."""
+    filled = sum((_part(work.folder, n) / f"{ROLLOUTS.name}.parquet").exists() for n in range(count))
+    return len(part_numbers(work.folder.parent, ROLLOUTS)) > filled

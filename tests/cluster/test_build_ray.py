@@ -1,0 +1,174 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from made_spans import make_request, make_rollout, make_span
+from served import wait_for
+
+from load_cases import case_names, load_case, write_lines
+from spanmill.cli import main
+from spanmill.collector import build as module
+from spanmill.collector import build_ray
+from spanmill.collector import rewards as posted
+from spanmill.collector.build import build
+from spanmill.collector.config import BuildConfig
+from spanmill.collector.inputs import read_requests, read_unit, units
+from spanmill.collector.journal import JournalWriter, Kind
+from spanmill.errors import DatasetError, InputError
+from spanmill.triplets.records import Reward
+
+pytest.importorskip("ray")
+# Ray's own code uses what it has deprecated, and leaves files to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+CASES = case_names()
+SPANMILL = Path(sys.executable).with_name("spanmill")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster_fixture() -> Iterator[None]:
+    """One cluster of two workers for all tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with build_ray.cluster(2):
+            yield
+
+
+def files(dataset: Path) -> dict[str, bytes]:
+    """Every file of a dataset, by its path."""
+    return {str(path.relative_to(dataset)): path.read_bytes() for path in sorted(dataset.glob("*/*.parquet"))}
+
+
+def journal_of(folder: Path, name: str, rollouts: int, first: int = 0) -> Path:
+    """A journal of rollouts of three calls, and rewards for them and for nobody."""
+    with JournalWriter(folder / name, segment_bytes=20_000) as journal:
+        for number in range(first, first + rollouts):
+            spans = make_rollout(f"r{number}", 3)
+            journal.append(Kind.TRACES_PROTO, make_request(*spans[:2]), 10 + number)
+            journal.append(Kind.TRACES_PROTO, make_request(*spans[2:], make_span(f"noise{number}", "x")), 20 + number)
+            given = [Reward(f"r{number}", float(number)), Reward(f"nobody{number}", 1.0)]
+            journal.append(Kind.REWARDS, posted.encode(given), 30 + number)
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if i % 12 == 0 else pytest.mark.slow) for i, n in enumerate(CASES)]
+)
+def test_the_same_files_as_without_ray(name: str, tmp_path: Path) -> None:
+    """The dataset that Ray makes of a case is, byte by byte, the one that `--engine local` makes."""
+    case = load_case(name)
+    lines = write_lines(case.requests, tmp_path / "input.jsonl")
+    options = [*(["--rewards", str(case.rewards)] if case.rewards else []), *case.arguments]
+    for engine in ("local", "ray"):
+        assert 0 == main(["build", str(lines), "--out", str(tmp_path / engine), "--engine", engine, *options])
+    assert files(tmp_path / "local") == files(tmp_path / "ray")
+
+
+def test_partitions_of_several_journals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts split over the journals of several collectors are put together, over many partitions and units."""
+    monkeypatch.setattr(module, "PARTITION_BYTES", 20_000)
+    inputs = [journal_of(tmp_path, "one", 40), journal_of(tmp_path, "two", 40, first=20)]
+    assert len([unit for path in inputs for unit in units(path)]) > 3
+    for engine in ("local", "ray"):
+        build(inputs, BuildConfig(out=tmp_path / engine, engine=engine))
+    made = files(tmp_path / "ray")
+    assert len([name for name in made if name.startswith("rollouts/")]) > 2
+    assert files(tmp_path / "local") == made
+    assert [] == list((tmp_path / "ray").glob(".build*"))
+
+
+def test_units_hold_what_their_input_holds(tmp_path: Path) -> None:
+    """The segments of a journal and the files of a folder are read one by one to the same requests."""
+    journal = journal_of(tmp_path / "all", "journal", 30)
+    (tmp_path / "all" / "notes.txt").write_text("no spans")
+    expected = list(read_requests(tmp_path / "all"))
+    assert expected == [request for unit in units(tmp_path / "all") for request in read_unit(unit)]
+    assert len(units(journal)) > 2
+
+
+def test_inputs_that_cannot_be_read_are_said(tmp_path: Path) -> None:
+    """A damaged input ends the build as it does without Ray."""
+    (tmp_path / "bad.jsonl").write_text("{not json\n")
+    with pytest.raises(InputError, match="holds no OTLP"):
+        build([tmp_path / "bad.jsonl"], BuildConfig(out=tmp_path / "out", engine="ray"))
+
+
+def test_other_inputs_do_not_go_on_with_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows of a build that was cut off are committed, another input is refused; the same one goes on."""
+    monkeypatch.setattr(module, "PARTITION_BYTES", 20_000)
+    journal = journal_of(tmp_path, "journal", 40)
+    build([journal], BuildConfig(out=tmp_path / "whole", engine="ray"))
+    with monkeypatch.context() as patched:
+        taken = iter(range(2))
+
+        def cut_off(part: Path) -> AbstractContextManager[Path]:
+            next(taken)
+            return link(part)
+
+        link = build_ray._linked  # pyright: ignore[reportPrivateUsage]
+        patched.setattr(build_ray, "_linked", cut_off)
+        with pytest.raises((StopIteration, RuntimeError)):
+            build([journal], BuildConfig(out=tmp_path / "out", engine="ray"))
+    with pytest.raises(DatasetError, match="cut off"):
+        build([journal_of(tmp_path, "other", 1)], BuildConfig(out=tmp_path / "out", engine="ray"))
+    build([journal], BuildConfig(out=tmp_path / "out", engine="ray"))
+    assert files(tmp_path / "whole") == files(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_killed_worker_and_a_killed_driver_change_nothing(tmp_path: Path) -> None:
+    """Kill -9 of a worker is worked around; after kill -9 of the driver the same command goes on with what is done."""
+    journal = journal_of(tmp_path, "journal", 1500)
+    build([journal], BuildConfig(out=tmp_path / "whole"))
+    small = "from spanmill.collector import build; build.PARTITION_BYTES = 100_000"
+    script = f"import sys; {small}; from spanmill.cli import main; sys.exit(main())"
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}  # a cluster of its own
+    command = [sys.executable, "-c", script, "build", str(journal), "--engine", "ray", "--workers", "2"]
+    parts = tmp_path / "out" / build_ray.FOLDER / "parts"
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*command, "--out", str(tmp_path / "out")], env=env, start_new_session=True)
+
+    driver = start()
+    wait_for(lambda: len(list(parts.glob("*.part"))) > 2, 120)
+    for pid in _ray_tasks(driver.pid)[:1]:
+        os.kill(pid, signal.SIGKILL)
+    done = len(list(parts.glob("*.part")))
+    wait_for(lambda: driver.poll() is not None or len(list(parts.glob("*.part"))) > done + 2, 120)
+    if driver.poll() is None:
+        os.killpg(driver.pid, signal.SIGKILL)
+        driver.wait()
+        time.sleep(2)  # what it started ends with it
+        assert 0 == start().wait(300)
+    monkey = tmp_path / "expected"
+    subprocess.run(
+        [sys.executable, "-c", script, "build", str(journal), "--workers", "1", "--out", str(monkey)], check=True
+    )
+    assert files(monkey) == files(tmp_path / "out")
+
+
+def _ray_tasks(driver: int) -> list[int]:
+    """The processes that run tasks for a driver."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                words = (entry / "cmdline").read_bytes()
+                session = os.getsid(int(entry.name))
+            except (OSError, ProcessLookupError):
+                continue
+            if words.startswith(b"ray::") and session == driver:
+                found.append(int(entry.name))
+    return found
