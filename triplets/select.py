@@ -174,7 +174,6 @@ _ROLLOUT_COLUMNS: Final = (
     "num_calls",
     "num_triplets",
     "tokens_captured",
-    "tokens_trained",
     "tokens_masked",
     "tokens_superseded",
     "tokens_quarantined",

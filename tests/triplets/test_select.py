@@ -184,6 +184,17 @@ def test_a_pattern_that_is_none(tmp_path: Path) -> None:
         reasons(tmp_path, [one("a", agent="x")], Selection(agent="("))
 
 
+def test_the_program_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/trainers.md shows of selection in Python runs as it stands."""
+    text = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+    program = text.split("```python\n")[1].split("```")[0]
+    write(tmp_path / "data", [one(f"r{n}", group_id="g", mode="train") for n in range(2)])
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(program, found)
+    assert (2, 2) == (found["episodes"].height, found["final"].height)
+
+
 def test_an_empty_dataset_has_nothing_selected(tmp_path: Path) -> None:
     """Frames have their columns, and no rows."""
     dataset = write(tmp_path / "data", [])
