@@ -46,6 +46,8 @@ OPTIONS: Final[dict[str, int]] = {
     # Clients connect anew now and then, and so find other receivers behind the same name; requests may end.
     "grpc.max_connection_age_ms": 60 * _MINUTE_MS,
     "grpc.max_connection_age_grace_ms": 2 * _MINUTE_MS,
+    # Of a request that waits for its turn little is received: windows do not grow with the speed of the line.
+    "grpc.http2.bdp_probe": 0,
     "grpc.max_concurrent_streams": 128,  # further requests of a connection wait at their sender
     "grpc.max_allowed_incoming_connections": 4096,
     "grpc.max_metadata_size": 16 << 10,

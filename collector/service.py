@@ -22,6 +22,7 @@ from spanmill.collector.config import Address, ServeConfig
 from spanmill.collector.figures import shared_memory
 from spanmill.collector.journal import LOCK_S, JournalWriter, lock, seal
 from spanmill.collector.logs import logging_to_stderr
+from spanmill.collector.memory import give_back_memory
 from spanmill.collector.receive import Receiver, check_access, reserve, start_receiver
 from spanmill.errors import DatasetError, JournalError
 
@@ -42,6 +43,7 @@ def serve(config: ServeConfig) -> int:
     """
     stop = threading.Event()
     _allow_files()
+    give_back_memory()
     with logging_to_stderr(config.log_format), _stopping(stop), _alone(config.journal_folder), ExitStack() as open_now:
         seal(config.journal_folder, config.workers)
         indexer = Child("the indexer", "spanmill.collector.indexer", config, "the journal goes on")

@@ -14,6 +14,7 @@ from spanmill.collector.config import ServeConfig
 from spanmill.collector.figures import Figures
 from spanmill.collector.journal import LOCK_S, JournalWriter
 from spanmill.collector.logs import logging_to_stderr
+from spanmill.collector.memory import give_back_memory
 from spanmill.collector.receive import start_receiver
 from spanmill.errors import SpanmillError
 
@@ -34,6 +35,7 @@ def run(setup: Setup, control: int) -> None:
     Prints "ready" once journal and addresses are open. Raises SpanmillError if they cannot be.
     """
     config, number, figures = setup
+    give_back_memory()
     with (
         logging_to_stderr(config.log_format, f"worker {number}"),
         JournalWriter(config.journal_folder, worker=number, wait_s=LOCK_S) as journal,
