@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -14,15 +13,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import uvicorn
 from opentelemetry.sdk.trace import ReadableSpan
 from otlp_sink import Sink
+from served_gateway import serving
 from strict_server import TEXT, strict_server
 from stub_vllm import stub_vllm
 
 from spanmill import adapt, rollout
 from spanmill.instrument import hosts, injector
-from spanmill.instrument.gateway import configuration
 
 Spans = Callable[[], list[ReadableSpan]]
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
@@ -68,20 +66,12 @@ def test_a_strict_server_at_the_client(
 def test_a_strict_server_behind_the_gateway(stream: bool, emitted: Spans) -> None:
     """The client gets what the server says to those who ask it directly, also of a field that is its own mistake."""
     bodies: list[dict[str, Any]] = []
-    with strict_server(bodies) as url:
-        server = uvicorn.Server(configuration(url))
-        with httpx.Client() as client:
-            listening = socket.create_server(("127.0.0.1", 0))
-            thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
-            thread.start()
-            gateway = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            path = "/v1/chat/completions"
-            body = {**CHAT, "stream": stream}
-            direct = client.post(url + path, json=body)
-            through = [client.post(gateway + path, json=body) for _ in range(2)]
-            wrong = [client.post(to + path, json={**body, "no_such_field": 1}) for to in (url, gateway)]
-        server.should_exit = True
-        thread.join()
+    with strict_server(bodies) as url, serving(url) as gateway, httpx.Client(base_url=url) as server:
+        path = "/v1/chat/completions"
+        body = {**CHAT, "stream": stream}
+        direct = server.post(path, json=body)
+        through = [gateway.post(path, json=body) for _ in range(2)]
+        wrong = [client.post(path, json={**body, "no_such_field": 1}) for client in (server, gateway)]
     assert [(200, parsed(direct))] * 2 == [(answer.status_code, parsed(answer)) for answer in through]
     assert (422, wrong[0].json()) == (wrong[1].status_code, wrong[1].json())
     assert 1 == len([body for body in bodies if "return_token_ids" in body])

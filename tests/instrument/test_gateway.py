@@ -1,5 +1,6 @@
 """The gateway before a server that answers as vLLM does: what is recorded, what the client and the server see."""
 
+import gzip
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,69 @@ def test_other_routes_pass(client: httpx.Client, stub: Stub, emitted: Spans) -> 
         stub.sent,
         emitted(),
     )
+
+
+@contextmanager
+def raw_server(answer: bytes) -> Generator[str]:
+    """A server that says the same bytes to every connection, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return  # closed
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def test_answers_pass_byte_for_byte(emitted: Spans) -> None:
+    """Packed as they are, with each header as often as it came, and the length of what HEAD would have got."""
+    packed = gzip.compress(b"hello")
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nSet-Cookie: a=1\r\nSet-Cookie: b=2\r\nX-Long: "
+    head += b"x" * 20_000 + b"\r\nContent-Length: %d\r\n\r\n" % len(packed)
+    with raw_server(head + packed) as url, serving(url) as client:
+        got = client.get("/anything%2Fodd?x=%20")
+    with raw_server(head) as url, serving(url) as client:
+        empty = client.head("/")
+    assert (b"hello", 20_000, ["a=1", "b=2"]) == (
+        got.content,
+        len(got.headers["x-long"]),
+        got.headers.get_list("set-cookie"),
+    )
+    assert (b"", str(len(packed))) == (empty.content, empty.headers["content-length"])
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 1000\r\n", b"Transfer-Encoding: chunked\r\n"])
+@pytest.mark.parametrize("kind", [b"application/json", b"text/event-stream"])
+def test_an_answer_that_breaks_off(kind: bytes, length: bytes, emitted: Spans) -> None:
+    """It is no whole answer for the client either: 502 where nothing was passed on, else it breaks off, too."""
+    data = b'data: {"id": "a", "choices": []}\n\n'
+    part = data if b"Length" in length else b"%x\r\n%s\r\n" % (len(data), data)
+    answer = b"HTTP/1.1 200 OK\r\nContent-Type: " + kind + b"\r\n" + length + b"\r\n" + part
+    with raw_server(answer) as url, serving(url) as client:
+        if kind == b"application/json":
+            assert 502 == client.post(PATH, json=CHAT).status_code
+        else:
+            with pytest.raises(httpx.RemoteProtocolError):
+                client.post(PATH, json={**CHAT, "stream": True})
+        with pytest.raises(httpx.RemoteProtocolError):
+            client.get("/v1/models")
+    assert ["ClientPayloadError"] == [(span.attributes or {})["error.type"] for span in emitted()]
+
+
+@pytest.mark.parametrize("answer", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nbroken\r\n\r\n"])
+def test_a_server_that_speaks_no_http(answer: bytes, emitted: Spans) -> None:
+    """502; the call failed and was sent once."""
+    with raw_server(answer) as url, serving(url) as client:
+        assert [502, 502] == [client.post(PATH, json=CHAT).status_code, client.post("/v1/x", json={}).status_code]
+    assert [False] == [span.status.is_ok for span in emitted()]
 
 
 def test_a_server_that_is_not_there(emitted: Spans) -> None:

@@ -1,21 +1,17 @@
 """What the gateway and the client see of a real vLLM's answers, beside what the plugin in it saw of the same calls."""
 
-import asyncio
-import socket
-import threading
 from collections.abc import Generator
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from openai import OpenAI
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from running_vllm import MODEL, VllmServer, new_rollout
+from served_gateway import serving
 
 from spanmill import adapt, rollout
 from spanmill.instrument import configure, flush, injector
-from spanmill.instrument.gateway import configuration
 from spanmill.triplets.records import Rollout
 
 pytestmark = pytest.mark.vllm
@@ -42,13 +38,8 @@ def seen() -> InMemorySpanExporter:
 @pytest.fixture
 def gateway(vllm: VllmServer, seen: InMemorySpanExporter) -> Generator[str]:
     """The address of a gateway before vLLM."""
-    server = uvicorn.Server(configuration(vllm.url))
-    listening = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
-    thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+    with serving(vllm.url) as client:
+        yield str(client.base_url)
 
 
 def rows(found: Rollout) -> list[Row]:
