@@ -5,7 +5,7 @@ BIN := .venv/bin
 PEERS ?= $(HOME)/.cache/spanmill-peers
 WHEELS ?= $(HOME)/.cache/spanmill-vllm
 
-.PHONY: demo test test-vllm test-vllm-core test-vllm-names test-agents test-agents-short test-trainers learn test-learn check bench fuzz docs
+.PHONY: demo test test-vllm test-vllm-core test-vllm-names test-agents test-agents-short test-trainers learn test-learn check bench bench-check bench-ingest bench-crash soak fuzz docs
 
 demo: .venv/demo.installed
 	$(BIN)/python demo/demo.py
@@ -52,11 +52,16 @@ bench: .venv/dev.installed
 bench-check: .venv/dev.installed
 	$(BIN)/python bench/table.py --check docs/benchmarks.md
 
+bench-ingest: .venv/dev.installed
+	tests/peers/get.sh $(PEERS)
+	SPANMILL_PEERS=$(PEERS) $(BIN)/python bench/receive.py && SPANMILL_PEERS=$(PEERS) $(BIN)/python bench/receive.py --http
+	$(BIN)/python bench/ingest.py
+
 bench-crash: .venv/dev.installed
-	$(BIN)/python bench/crash.py
+	$(BIN)/python bench/crash.py --dir build/crash
 
 soak: .venv/dev.installed
-	$(BIN)/python bench/soak.py
+	$(BIN)/python bench/soak.py --open 100000
 
 fuzz: .venv/dev.installed
 	$(BIN)/python bench/fuzz.py --mutations 100000 && $(BIN)/python bench/fuzz_requests.py
