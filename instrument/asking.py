@@ -60,7 +60,7 @@ def missing(route: str, body: Mapping[str, Any]) -> Object:
 
 
 def _missing_of_responses(body: Mapping[str, Any]) -> Object:
-    included = body.get(INCLUDE) or []
+    included: Any = body.get(INCLUDE) or []
     if body.get("background") or not isinstance(included, list):
         return {}
     added: Object = {RAW: True} if body.get(RAW) is None else {}

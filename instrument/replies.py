@@ -105,17 +105,17 @@ def _from_response(answer: Object) -> Object:
 
 def _tokens(messages: Any) -> list[int] | None:
     """The ids of the one raw message that vLLM gives for a prompt or an answer; several are turns of its own tools."""
-    match messages:
-        case [{"type": "raw_message_tokens", "tokens": list(tokens)}]:
-            return cast("list[int]", tokens)
-        case _:
-            return None
+    if not isinstance(messages, list) or len(cast("list[Object]", messages)) != 1:
+        return None
+    found: Any = messages[0].get("tokens")
+    return cast("list[int]", found) if isinstance(found, list) else None
 
 
 def _logprobs(answer: Object, tokens: int) -> Object | None:
     """Those of the answer's text, if it has one for each token: what was no text, such as a tool call, has none."""
-    parts = [part for item in cast("list[Object]", answer["output"]) for part in item.get("content") or []]
-    entries = [entry for part in parts for entry in part.get("logprobs") or []]
+    items = cast("list[Object]", answer["output"])
+    parts = [part for item in items for part in cast("list[Object]", item.get("content") or [])]
+    entries = [entry for part in parts for entry in cast("list[Object]", part.get("logprobs") or [])]
     return {"content": entries} if len(entries) == tokens else None
 
 
