@@ -105,9 +105,8 @@ def _from_response(answer: Object) -> Object:
 
 def _tokens(messages: Any) -> list[int] | None:
     """The ids of the one raw message that vLLM gives for a prompt or an answer; several are turns of its own tools."""
-    if not isinstance(messages, list) or len(cast("list[Object]", messages)) != 1:
-        return None
-    found: Any = messages[0].get("tokens")
+    held = cast("list[Object]", messages) if isinstance(messages, list) else []
+    found = held[0].get("tokens") if len(held) == 1 else None
     return cast("list[int]", found) if isinstance(found, list) else None
 
 
