@@ -119,8 +119,8 @@ def ordinary(value: Any) -> Value:
         return getattr(value, kind)
     elements = [ordinary(element) for element in value.array_value.values]
     if elements and all(type(element) is int for element in elements):
-        small = 0 <= min(elements) and max(elements) < 1 << 28
-        return np.array(elements, np.int32 if small else np.int64)
+        whole = np.array(elements, np.int64)
+        return whole.astype(np.int32) if 0 <= whole.min() and whole.max() < 1 << 28 else whole
     if elements and all(type(element) is float for element in elements):
         return np.array(elements, np.float64)
     return elements
