@@ -34,7 +34,8 @@ from spanmill.collector.partition import Piece, deal, key_of, put_together
 from spanmill.collector.spill import cores, spill, write_partitions
 from spanmill.collector.stats import loss_report
 from spanmill.collector.survey import survey
-from spanmill.errors import DatasetError, DecodeError, InputError
+from spanmill.errors import ConfigError, DatasetError, DecodeError, InputError
+from spanmill.storage import Location
 from spanmill.triplets.parts import part_numbers
 from spanmill.triplets.records import Reward
 from spanmill.triplets.schema import ROLLOUTS, TABLES
@@ -47,23 +48,29 @@ LINE_S = 10.0
 T = TypeVar("T")
 
 
-def build(inputs: Sequence[Path], config: BuildConfig) -> int:
+def build(inputs: Sequence[Location], config: BuildConfig) -> int:
     """Write the dataset `config.out` from what the inputs hold, print its loss report, and return 0.
 
     Raises InputError if an input cannot be read, DatasetError if there is a dataset already or none can be written.
     """
     on_ray = config.engine == "ray"
+    here = config.out if isinstance(config.out, Path) else None
+    if on_ray and not here:
+        raise ConfigError(
+            f"--engine ray needs a folder for --out that all machines share, not {config.out}; "
+            "copy the dataset there when it is built"
+        )
     _check_empty(config.out, goes_on=on_ray)
     table = list(read_rewards(config.rewards)) if config.rewards else []
     with DatasetWriter(config.out) as dataset:
-        for left in config.out.glob(".build-*"):  # by a build that was killed
+        for left in here.glob(".build-*") if here else ():  # by a build that was killed
             if not (on_ray and left.name == build_ray.FOLDER):
                 rmtree(left)
         _say_what_expired(inputs)
         if on_ray:
             _build_on_ray(inputs, table, dataset, config)
         else:
-            with TemporaryDirectory(prefix=".build-", dir=config.out) as folder:
+            with TemporaryDirectory(prefix=".build-", dir=here) as folder:
                 _build(_Recorded(inputs), table, dataset, config, Path(folder))
     print(loss_report(config.out), end="")
     return 0
@@ -102,7 +109,9 @@ def _build(
     _write_nowhere(given, places, missed, dataset, config)
 
 
-def _build_on_ray(inputs: Sequence[Path], table: Sequence[Reward], dataset: DatasetWriter, config: BuildConfig) -> None:
+def _build_on_ray(
+    inputs: Sequence[Location], table: Sequence[Reward], dataset: DatasetWriter, config: BuildConfig
+) -> None:
     work = build_ray.prepare(inputs, config, table, PARTITION_BYTES)
     file = work.folder / "components.sqlite"
     file.unlink(missing_ok=True)
@@ -149,7 +158,7 @@ def _write_nowhere(
         dataset.write([], list(nowhere.values()))
 
 
-def _check_empty(out: Path, *, goes_on: bool = False) -> None:
+def _check_empty(out: Location, *, goes_on: bool = False) -> None:
     """Raises DatasetError unless `out` is missing, empty, or a dataset without rows, as a failed build leaves it.
 
     With `goes_on` it may also be what a build on Ray left that was cut off.
@@ -169,7 +178,7 @@ def _check_empty(out: Path, *, goes_on: bool = False) -> None:
 class _Recorded:
     """What the inputs hold."""
 
-    def __init__(self, inputs: Sequence[Path]) -> None:
+    def __init__(self, inputs: Sequence[Location]) -> None:
         self._inputs = inputs
         self._rewards = list[Reward]()
         self.count = 0
@@ -248,15 +257,19 @@ def _dealt(recorded: _Recorded, requests: Iterable[Request], components: Compone
 # For people
 
 
-def _say_what_expired(inputs: Sequence[Path]) -> None:
+def _say_what_expired(inputs: Sequence[Location]) -> None:
     """Say of which journals `spanmill serve` has removed something: they may hold parts of rollouts."""
-    lists = {path for found in inputs if found.is_dir() for path in found.rglob(LIST_NAME)}
-    for path in sorted(lists):
+    lists = {str(path): path for found in inputs if found.is_dir() for path in _files(found) if path.name == LIST_NAME}
+    for _, path in sorted(lists.items()):
         count = len({key for batch in read_expired(path.parent)[0] for key in batch.rollouts})
         _say(
             f"{path.parent} no longer holds all spans of {count:,} rollouts, which were written and then removed; "
             "what is left of them, if anything, makes parts of rollouts"
         )
+
+
+def _files(folder: Location) -> Iterable[Location]:
+    return folder.rglob("*") if isinstance(folder, Path) else folder.below()
 
 
 def _say(line: str) -> None:

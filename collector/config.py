@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 from spanmill.errors import ConfigError
+from spanmill.storage import Location, ObjectPath, locate
 
 Merge = Literal["prefix", "none", "realign"]
 
@@ -141,6 +142,13 @@ def parse_path(value: object) -> Path:
     raise ValueError("a path")
 
 
+def parse_location(value: object) -> Location:
+    """A folder, or a URL in an object store."""
+    if isinstance(value, str | Path | ObjectPath) and str(value):
+        return locate(value)
+    raise ValueError("a folder, s3://BUCKET/... or gs://BUCKET/...")
+
+
 def parse_merge(value: object) -> Merge:
     """A merge policy."""
     if value not in MERGES:
@@ -196,7 +204,11 @@ def about(parse: Callable[[object], object], help: str) -> Mapping[str, Any]:
 class RowConfig:
     """What decides how rows look; the same for every command that makes some."""
 
-    out: Path = field(metadata=about(parse_path, "folder of the dataset"))
+    out: Location = field(
+        metadata=about(
+            parse_location, "folder of the dataset, or its URL in a store: s3://BUCKET/... or gs://BUCKET/..."
+        )
+    )
     merge: Merge = field(
         default="prefix", metadata=about(parse_merge, "how calls become Episodes: prefix, none or realign")
     )
@@ -216,8 +228,8 @@ class RowConfig:
 class BuildConfig(RowConfig):
     """The options of `spanmill build`."""
 
-    rewards: Path | None = field(
-        default=None, metadata=about(parse_path, "table of rewards: Parquet, CSV or JSON lines")
+    rewards: Location | None = field(
+        default=None, metadata=about(parse_location, "table of rewards: Parquet, CSV or JSON lines")
     )
     workers: int | None = field(
         default=None, metadata=about(parse_count(1, 1024), "processes that put rollouts together (default: the cores)")
@@ -374,6 +386,11 @@ class ServeConfig(RowConfig):
             raise ConfigError(f"{given} is given without {missing}: TLS needs both")
         if self.tls_client_ca and not self.tls_cert:
             raise ConfigError("--tls-client-ca is given without --tls-cert and --tls-key: there is no TLS without them")
+        if self.journal is None and not isinstance(self.out, Path):
+            raise ConfigError(
+                f"--journal is missing: --out {self.out} needs a folder of this machine beside it, "
+                "where what was acknowledged is"
+            )
         if self.max_inflight_mib < self.max_message_mib:
             raise ConfigError(
                 f"--max-inflight-mib is {self.max_inflight_mib}, which has no room for one request of "
@@ -383,7 +400,9 @@ class ServeConfig(RowConfig):
     @property
     def journal_folder(self) -> Path:
         """Where the journal is."""
-        return self.journal or self.out / ".journal"
+        if self.journal is None and isinstance(self.out, Path):
+            return self.out / ".journal"
+        return cast("Path", self.journal)  # of an object store it is never missing
 
 
 def load_config(flags: Mapping[str, object], environ: Mapping[str, str], toml_path: Path | None) -> ServeConfig:

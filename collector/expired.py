@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, cast
 
 from spanmill.collector.journal import Position
 from spanmill.errors import JournalError
+from spanmill.storage import Location
 
 LIST_NAME: Final = "expired.jsonl"
 """In the folder of the journal."""
@@ -28,7 +29,7 @@ class Batch(NamedTuple):
     """(rollout id, attempt)"""
 
 
-def read_expired(folder: Path, start: int = 0) -> tuple[list[Batch], int]:
+def read_expired(folder: Location, start: int = 0) -> tuple[list[Batch], int]:
     """The batches from byte `start` on, and where the list ends. JournalError if it cannot be read, or is damaged."""
     path = folder / LIST_NAME
     try:

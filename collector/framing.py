@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterator
 from io import BufferedReader
 from itertools import chain
-from pathlib import Path
 from typing import Final, cast
 
 from google.protobuf.message import DecodeError as ProtobufError
@@ -21,6 +20,7 @@ from spanmill.collector.input_files import compression, warn_once
 from spanmill.collector.journal import Kind
 from spanmill.collector.otlp_proto import LogRecord, Outline, Span
 from spanmill.errors import DecodeError, InputError
+from spanmill.storage import Location
 from spanmill.triplets.records import Json
 
 MAX_REQUEST_BYTES: Final = (1 << 31) - 1
@@ -61,7 +61,7 @@ def json_kind(line: bytes) -> Kind | None:
     return next((kind for name, kind in _JSON_KINDS.items() if name.decode() in names), None)
 
 
-def protobuf_requests(path: Path, reopen: Callable[[], BufferedReader]) -> Iterator[tuple[Kind, bytes]]:
+def protobuf_requests(path: Location, reopen: Callable[[], BufferedReader]) -> Iterator[tuple[Kind, bytes]]:
     """The requests of a file; `reopen` gives its content from the start, not compressed.
 
     A last request that is cut is left out with a warning: its writer was killed. Raises UnknownFormatError if the
@@ -120,7 +120,7 @@ def _body(stream: BufferedReader, length: int) -> bytes:
     return body
 
 
-def _with_kinds(path: Path, records: Iterator[bytes]) -> Iterator[tuple[Kind, bytes]]:
+def _with_kinds(path: Location, records: Iterator[bytes]) -> Iterator[tuple[Kind, bytes]]:
     """The records with their kinds; one that shows none has that of the file so far, else what the name suggests."""
     usual = Kind.TRACES_PROTO if re.search("trace|span", path.name, re.IGNORECASE) else Kind.LOGS_PROTO
     offset = sound = 0

@@ -5,10 +5,11 @@ import io
 import logging
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 import zstandard
+
+from spanmill.storage import Location
 
 _CHUNK: Final = 1 << 20
 _ZSTD_PIECE: Final = 1 << 12
@@ -29,7 +30,7 @@ def compression(head: bytes) -> str | None:
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
 
-def open_unpacked(path: Path) -> io.BufferedReader:
+def open_unpacked(path: Location) -> io.BufferedReader:
     """The content of a file, decompressed while it is read if it is gzip or zstd.
 
     A file that ends within its compressed data is read as far as it goes, and that is logged. Reading raises OSError,

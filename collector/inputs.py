@@ -4,15 +4,17 @@ import csv
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from decimal import Decimal
-from io import BufferedReader
+from io import BufferedReader, TextIOWrapper
 from itertools import count, starmap
 from pathlib import Path
+from shutil import copyfileobj
+from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple, cast
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import zstandard
 
 from spanmill.collector import atif, journal
@@ -25,6 +27,8 @@ from spanmill.collector.framing import (
 from spanmill.collector.input_files import open_unpacked, warn_once
 from spanmill.collector.journal import Kind
 from spanmill.errors import InputError
+from spanmill.storage import Location, ObjectPath
+from spanmill.triplets.parts import open_parquet
 from spanmill.triplets.records import Json, Reward
 
 _LINES: Final = (".jsonl", ".ndjson")
@@ -43,13 +47,13 @@ class Request(NamedTuple):
     """Nanoseconds since 1970; 0 if that was not recorded."""
 
 
-def read_requests(path: Path) -> Iterator[Request]:
+def read_requests(path: Location) -> Iterator[Request]:
     """The OTLP requests that a file or folder holds, in their order.
 
     A file holds OTLP/JSON lines, ATIF documents (one, or one a line), or protobuf requests with a length before each (4
     bytes big-endian, or a varint) or one alone; it may be compressed by gzip or zstd. Content decides, not the name. A
     folder with journal segments is read as a journal, whose records of other kinds come too; other folders are read
-    file by file, sorted by name.
+    file by file, sorted by name. All of them may be in an object store.
 
     What is passed over is logged: a last request that was cut, and files of a folder that are not OTLP. A request
     that does not parse is handed on, for its reader to count. Raises InputError if there is nothing to read, the
@@ -59,10 +63,10 @@ def read_requests(path: Path) -> Iterator[Request]:
         yield from _file_requests(path)
         return
     found = False
-    others: list[Path] = []
-    for entry in _entries(path):
+    others: list[Location] = []
+    for entry, is_journal in _entries(path):
         try:
-            yield from _journal_requests(entry) if entry.is_dir() else _file_requests(entry)
+            yield from _journal_requests(entry) if is_journal else _file_requests(entry)
             found = True
         except UnknownFormatError:
             if _suffix(entry) in _PROTOBUF:
@@ -77,26 +81,28 @@ def read_requests(path: Path) -> Iterator[Request]:
 class Unit(NamedTuple):
     """A part of an input that can be read by itself: a file, or a segment of a journal."""
 
-    path: Path
+    path: Location
     """The file, or the journal's folder."""
     segment: int | None = None
     found: bool = False
     """Whether it is a file that was found in a folder, which may hold others."""
 
-    def stamp(self) -> tuple[str, int, int]:
+    def stamp(self) -> tuple[str, int, int | str]:
         """Changes when what it holds does."""
-        path = self.path if self.segment is None else journal.segment_path(self.path, self.segment)
+        path = self.path if self.segment is None else _segment_path(self.path, self.segment)
+        if isinstance(path, ObjectPath):
+            return str(path), *path.stamp()
         stat = path.stat()
         return str(path.absolute()), stat.st_size, stat.st_mtime_ns
 
 
-def units(path: Path) -> list[Unit]:
+def units(path: Location) -> list[Unit]:
     """The units of an input; together they hold what `read_requests` reads. Raises InputError as that does."""
     if not path.is_dir():
         return [Unit(path)]
     made = list[Unit]()
-    for entry in _entries(path):
-        segments = journal.segments(entry) if entry.is_dir() else []
+    for entry, is_journal in _entries(path):
+        segments = _segments(entry) if is_journal else []
         made += [Unit(entry, segment) for segment in segments] or [Unit(entry, found=True)]
     if not made:
         raise InputError(f"{path} holds no journal and no file of OTLP requests")
@@ -116,39 +122,77 @@ def read_unit(unit: Unit) -> Iterator[Request]:
         warn_once(f"{unit.path} is not OTLP and is passed over")
 
 
-def _segment_requests(folder: Path, segment: int) -> Iterator[Request]:
+def _segment_requests(folder: Location, segment: int) -> Iterator[Request]:
     before = journal.Position(segment, 0)
     damage = dict[journal.Position, int]()
-    for entry in journal.read(folder, before, worker=journal.worker_of(segment), damage=damage):
-        if entry.position.segment != segment:
-            break
-        yield Request(entry.kind, entry.body, entry.received_ns)
+    with _on_disk(folder, segment) as here:
+        for entry in journal.read(here, before, worker=journal.worker_of(segment), damage=damage):
+            if entry.position.segment != segment:
+                break
+            yield Request(entry.kind, entry.body, entry.received_ns)
 
 
-def _entries(folder: Path) -> Iterator[Path]:
-    """The journals and files of a folder and of those in it."""
-    try:
-        entries = sorted(folder.iterdir())
-    except OSError as error:
-        raise InputError(f"{folder} cannot be read: {error.strerror or error}") from error
-    if any(entry.suffix == ".journal" for entry in entries):
+@contextmanager
+def _on_disk(folder: Location, segment: int) -> Generator[Path]:
+    """A folder with a segment that can be read by `journal`: from a store it is fetched, for as long as it is read."""
+    if isinstance(folder, Path):
         yield folder
         return
-    for entry in entries:
-        if entry.name.startswith("."):
+    with TemporaryDirectory(prefix="spanmill-") as temporary:
+        path = journal.segment_path(Path(temporary), segment)
+        with _segment_path(folder, segment).open("rb") as stored, path.open("wb") as file:
+            copyfileobj(stored, file)
+        yield path.parent
+
+
+def _segments(folder: Location) -> list[int]:
+    if isinstance(folder, Path):
+        return journal.segments(folder)
+    return sorted(int(entry.name.partition(".")[0]) for entry in folder.iterdir() if entry.suffix == ".journal")
+
+
+def _segment_path(folder: Location, segment: int) -> Location:
+    return folder / journal.segment_path(Path(), segment).name
+
+
+def _entries(folder: Location) -> Iterator[tuple[Location, bool]]:
+    """The journals and files of a folder and of those in it, and whether they are journals."""
+    try:
+        folders, files = _listed(folder)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be read: {error.strerror or error}") from error
+    if any(file.suffix == ".journal" for file in files):
+        yield folder, True
+        return
+    for name, entry in sorted((entry.name, entry) for entry in (*folders, *files)):
+        if name.startswith("."):
             continue
-        if entry.is_dir():
+        if entry in folders:
             yield from _entries(entry)
         else:
-            yield entry
+            yield entry, False
 
 
-def _suffix(path: Path) -> str:
+def _listed(folder: Location) -> tuple[set[Location], set[Location]]:
+    """The folders and files in a folder."""
+    if isinstance(folder, ObjectPath):
+        folders, files = folder.listed()
+        return set(folders), set(files)
+    entries = set[Location](folder.iterdir())
+    inside = {entry for entry in entries if entry.is_dir()}
+    return inside, entries - inside
+
+
+def _suffix(path: Location) -> str:
     """The suffix of what a file holds, whether it is compressed or not."""
     return next((suffix for suffix in reversed(path.suffixes) if suffix not in _PACKED), "")
 
 
-def _journal_requests(folder: Path) -> Iterator[Request]:
+def _journal_requests(folder: Location) -> Iterator[Request]:
+    if isinstance(folder, ObjectPath):
+        for segment in _segments(folder):
+            yield from _segment_requests(folder, segment)
+        return
     damage: dict[journal.Position, int] = {}
     for entry in journal.read_all(folder, {}, damage=damage):
         yield Request(entry.kind, entry.body, entry.received_ns)
@@ -156,7 +200,7 @@ def _journal_requests(folder: Path) -> Iterator[Request]:
         warn_once(f"{folder}: {sum(damage.values())} bytes in {len(damage)} places are damaged and left out")
 
 
-def _file_requests(path: Path) -> Iterator[Request]:
+def _file_requests(path: Location) -> Iterator[Request]:
     try:
         with open_unpacked(path) as stream:
             head = stream.peek(64)[:64]
@@ -173,7 +217,7 @@ def _file_requests(path: Path) -> Iterator[Request]:
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _json_requests(path: Path, stream: BufferedReader) -> Iterator[Request]:
+def _json_requests(path: Location, stream: BufferedReader) -> Iterator[Request]:
     usual: Kind | None = None
     for line in stream:
         if line.isspace():
@@ -208,7 +252,7 @@ def _json(line: bytes) -> Json:
         return None
 
 
-def read_rewards(path: Path) -> Iterator[Reward]:
+def read_rewards(path: Location) -> Iterator[Reward]:
     """The rewards of a Parquet, CSV or JSONL table, row by row; `source` is "table".
 
     Columns are rollout_id, value and, if they are there, attempt, call_id and name; others are not read. A value is a
@@ -239,8 +283,8 @@ _Row = tuple[str, dict[str, Json]]
 """Where the row stands, and its cells."""
 
 
-def _parquet_rows(path: Path) -> Iterator[_Row]:
-    with pq.ParquetFile(path) as file:
+def _parquet_rows(path: Location) -> Iterator[_Row]:
+    with open_parquet(path) as file:
         names = file.schema_arrow.names
         _check_columns(path, names)
         numbers = count(1)
@@ -249,8 +293,8 @@ def _parquet_rows(path: Path) -> Iterator[_Row]:
                 yield f"row {next(numbers)}", row
 
 
-def _csv_rows(path: Path) -> Iterator[_Row]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
+def _csv_rows(path: Location) -> Iterator[_Row]:
+    with TextIOWrapper(path.open("rb"), "utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
         _check_columns(path, reader.fieldnames or ())
         for row in reader:
@@ -260,8 +304,8 @@ def _csv_rows(path: Path) -> Iterator[_Row]:
             yield where, row
 
 
-def _jsonl_rows(path: Path) -> Iterator[_Row]:
-    with path.open(encoding="utf-8-sig") as file:
+def _jsonl_rows(path: Location) -> Iterator[_Row]:
+    with TextIOWrapper(path.open("rb"), "utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
@@ -274,7 +318,7 @@ def _jsonl_rows(path: Path) -> Iterator[_Row]:
             yield f"line {number}", cast("dict[str, Json]", row)
 
 
-def _check_columns(path: Path, names: Iterable[str]) -> None:
+def _check_columns(path: Location, names: Iterable[str]) -> None:
     found = list(names)
     for name in ("rollout_id", "value"):
         if name not in found:

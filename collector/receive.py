@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from starlette.routing import BaseRoute, Route
@@ -27,6 +26,7 @@ from spanmill.collector.records_http import RecordRoutes
 from spanmill.collector.view import PATHS
 from spanmill.collector.watch import Watch
 from spanmill.errors import ListenError
+from spanmill.storage import Location
 
 
 class Receiver:
@@ -129,7 +129,7 @@ def check_access(config: ServeConfig, grpc_host: str, http_host: str) -> None:
 class _Pages:
     """The viewer, which is loaded when somebody first looks."""
 
-    def __init__(self, out: Path, *, open_to_pages: bool) -> None:
+    def __init__(self, out: Location, *, open_to_pages: bool) -> None:
         self._out = out
         self._open_to_pages = open_to_pages
         self._app: ASGIApp | None = None

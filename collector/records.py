@@ -3,8 +3,9 @@
     DIR/.records/drains.sqlite              which drains there are, which revision of each rollout was handed over
     DIR/.records/<drain>/episodes.arrow     what a drain hands over (rollouts and triplets likewise), until acknowledged
 
-Every process that serves the dataset may do so: what is known stands in these files. A drain is made, files first, in
-one transaction; until it is acknowledged, asking again for its prefix gives the same drain, byte for byte.
+For a dataset in an object store they lie beside the journal. Every process that serves the dataset may hand over: what
+is known stands in these files. A drain is made, files first, in one transaction; until it is acknowledged, asking again
+for its prefix gives the same drain, byte for byte.
 """
 
 import json
@@ -23,7 +24,8 @@ import pyarrow as pa
 from spanmill.collector.index_file import is_flushed, open_rollouts, prefix_bounds
 from spanmill.collector.journal import Position
 from spanmill.errors import DatasetError
-from spanmill.triplets.parquet import read_file, sync_folder
+from spanmill.storage import Location, sync
+from spanmill.triplets.parquet import read_file
 from spanmill.triplets.parts import KEY, active_parts, part_path, read_footers, rollout_index
 from spanmill.triplets.reader import read_episodes, read_rollouts, read_triplets
 from spanmill.triplets.schema import EPISODES, ROLLOUTS, TRIPLETS, TableSpec, arrow_schema
@@ -56,10 +58,10 @@ class Drain(NamedTuple):
 class Records:
     """The dataset at `out` whose journal has its index at `index`."""
 
-    def __init__(self, out: Path, index: Path) -> None:
+    def __init__(self, out: Location, index: Path) -> None:
         self._out = out
         self._index = index
-        self._folder = out / ".records"
+        self._folder = (out if isinstance(out, Path) else index.parent) / ".records"
 
     def listed(self, prefix: str, after: str, most: int) -> list[dict[str, Any]]:
         """At most `most` attempts with ids that begin with `prefix`, by id, those after the id `after`.
@@ -167,9 +169,9 @@ class Records:
             except FileNotFoundError:
                 continue  # a part was rewritten meanwhile
             if rows:
-                sync_folder(folder)
+                sync(folder)
                 os.replace(folder, self._folder / drain)
-                sync_folder(self._folder)
+                sync(self._folder)
             return rows
         raise DatasetError(f"{self._out} is rewritten all the time; try again")
 
@@ -221,7 +223,7 @@ def _transaction(db: sqlite3.Connection) -> Generator[None]:
     db.execute("COMMIT")
 
 
-def _rows(root: Path, table: TableSpec, part: int, keys: Collection[tuple[str, int]]) -> pa.Table:
+def _rows(root: Location, table: TableSpec, part: int, keys: Collection[tuple[str, int]]) -> pa.Table:
     rows = read_file(part_path(root, table, part))
     pairs = zip(rows.column("rollout_id").to_pylist(), rows.column("attempt").to_pylist(), strict=True)
     return rows.filter(pa.array([pair in keys for pair in pairs], pa.bool_()))

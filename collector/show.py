@@ -5,7 +5,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Final, cast
 from unicodedata import category
 
@@ -17,6 +16,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from spanmill.errors import DatasetError
+from spanmill.storage import Where
 from spanmill.triplets.flags import in_words
 from spanmill.triplets.json_rows import json_text
 from spanmill.triplets.reader import read_rollout, read_rollouts
@@ -41,7 +41,7 @@ CONTROL: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def show(
-    dataset: Path,
+    dataset: Where,
     rollout: str | None = None,
     attempt: int | None = None,
     console: Console | None = None,

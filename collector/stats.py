@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import polars as pl
 
+from spanmill.storage import Where
 from spanmill.triplets.reader import read_episodes, read_quarantine, read_rollouts, read_triplets
 
 _FATES = ("trained", "masked", "superseded", "quarantined")
@@ -22,7 +22,7 @@ class _Line(NamedTuple):
     """Of the total that the line is a part of."""
 
 
-def loss_report(dataset: str | Path, *, as_json: bool = False) -> str:
+def loss_report(dataset: Where, *, as_json: bool = False) -> str:
     """The report as aligned plain text; the same dataset gives the same text.
 
     `as_json` gives one object instead: each line as `{"value": ..., "share": ...?, "parts": {...}?}` under its label.
@@ -32,7 +32,7 @@ def loss_report(dataset: str | Path, *, as_json: bool = False) -> str:
     return f"{json.dumps(_nested(lines))}\n" if as_json else _aligned(lines)
 
 
-def _lines(dataset: str | Path) -> list[_Line]:
+def _lines(dataset: Where) -> list[_Line]:
     rollouts = read_rollouts(dataset).collect()
     triplets = read_triplets(dataset).select("trainable", "flags").collect()
     mask = pl.col("loss_mask").list  # as long as input_ids, in a quarter of the memory

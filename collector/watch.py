@@ -14,6 +14,7 @@ from spanmill.collector.ingest import Ingest
 from spanmill.collector.journal import Position
 from spanmill.collector.retention import free_bytes
 from spanmill.collector.segment import HEADER_BYTES
+from spanmill.storage import Location
 
 _LOOK_S: Final = 0.5
 _ROOM: Final = 1.1
@@ -91,13 +92,13 @@ class Watch:
                 self._failing = False
 
 
-def _state(folder: Path, out: Path) -> State:
+def _state(folder: Path, out: Location) -> State:
     sizes = dict[int, int]()
     for segment in journal.segments(folder):
         sizes[segment] = _size(journal.segment_path(folder, segment))
     found = progress(folder / INDEX_NAME)
     lag = sum(_waiting(segment, size, found.places if found else {}) for segment, size in sizes.items())
-    free = min(free_bytes(folder), free_bytes(out) if out.exists() else free_bytes(folder))
+    free = min(free_bytes(folder), free_bytes(out) if isinstance(out, Path) and out.exists() else free_bytes(folder))
     return State(
         sum(sizes.values()),
         len(sizes),

@@ -14,6 +14,7 @@ import polars as pl
 import pyarrow as pa
 
 from spanmill.errors import DatasetError
+from spanmill.storage import ObjectPath
 from spanmill.triplets.reader import read_episodes
 
 SCALARS: Final = (
@@ -32,7 +33,7 @@ _OLDEST: Final = pl.CompatLevel.oldest()
 """Strings that pyarrow can take rows of."""
 _TOKENS: Final = {"input_ids": pl.List(pl.Int32), "loss_mask": pl.List(pl.Int8), "logprobs": pl.List(pl.Float32)}
 
-Source = str | Path | pl.LazyFrame | pl.DataFrame | pa.Table
+Source = str | Path | ObjectPath | pl.LazyFrame | pl.DataFrame | pa.Table
 
 
 class EpisodeArrays:
@@ -47,7 +48,7 @@ class EpisodeArrays:
         self._columns = list(dict.fromkeys(("prompt_length", *columns)))
         self._file: Path | None = None
         match source:
-            case str() | Path():
+            case str() | Path() | ObjectPath():
                 self._file = _decoded(read_episodes(source), self._columns)
             case pl.LazyFrame():
                 self._file = _decoded(source, self._columns)

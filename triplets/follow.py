@@ -7,15 +7,25 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Final, Self
 
 import polars as pl
 import pyarrow.parquet as pq
 
 from spanmill.errors import DatasetError
-from spanmill.triplets.parts import KEY, active_parts, origins_of, part_numbers, part_path, read_footers, scan
-from spanmill.triplets.schema import EPISODES, ROLLOUTS, TABLES, TRIPLETS, TableSpec, polars_schema
+from spanmill.storage import Location, Where, locate
+from spanmill.triplets.parts import (
+    KEY,
+    active_parts,
+    is_dataset,
+    open_parquet,
+    origins_of,
+    part_numbers,
+    part_path,
+    read_footers,
+    scan,
+)
+from spanmill.triplets.schema import EPISODES, ROLLOUTS, TRIPLETS, TableSpec, polars_schema
 
 POLL_S: Final = 0.2
 """How often the folder is listed while nothing is new."""
@@ -26,7 +36,8 @@ _CURSOR: Final = re.compile(r"(\d+(-\d+)?(,\d+(-\d+)?)*)?", re.ASCII)
 class News:
     """Whole rollouts that a follower had not been given, in the order in which they stand in one part.
 
-    Their tables are read when they are first asked for, from files that are open: a rewriting changes nothing.
+    Their tables are read when they are first asked for, from files that are open: a rewriting changes nothing in a
+    folder. In an object store it takes them away, so read them at once there.
     """
 
     cursor: str
@@ -59,7 +70,7 @@ class News:
         return rows.join(self.keys, on=KEY, how="semi", maintain_order="left")
 
 
-def follow(path: str | Path, cursor: str = "", *, timeout: float | None = None, poll: float = POLL_S) -> "Follower":
+def follow(path: Where, cursor: str = "", *, timeout: float | None = None, poll: float = POLL_S) -> "Follower":
     """The rows of the dataset at `path` that were not given before `cursor`, and then new ones as they are committed.
 
         for news in spanmill.follow("data", cursor):
@@ -81,17 +92,17 @@ def follow(path: str | Path, cursor: str = "", *, timeout: float | None = None, 
 class Follower:
     """Iterates over news, with `for` or `async for`; made by `follow`. One thread at a time, but for `stop`."""
 
-    def __init__(self, path: str | Path, cursor: str, *, timeout: float | None, poll: float) -> None:
+    def __init__(self, path: Where, cursor: str, *, timeout: float | None, poll: float) -> None:
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout: expected seconds from 0, or None, found {timeout}")
-        self._root = Path(path)
+        self._root = locate(path)
         self._given = _parse(cursor)
         self._timeout = timeout
         self._poll = poll
         self._stopped = threading.Event()
         self._waiting: Iterator[News] | None = None
         """The news of one look at the folder that were not given out yet."""
-        if not all((self._root / table.name).is_dir() for table in TABLES):
+        if not is_dataset(self._root):
             raise DatasetError(
                 f"{self._root} is no dataset; `spanmill serve --out {self._root}` makes one as it starts"
             )
@@ -167,8 +178,7 @@ class Follower:
         for number, rows in enumerate(found):
             part: int = rows["part"][0]
             files = {
-                table.name: pq.ParquetFile(part_path(self._root, table, part))
-                for table in (ROLLOUTS, TRIPLETS, EPISODES)
+                table.name: open_parquet(part_path(self._root, table, part)) for table in (ROLLOUTS, TRIPLETS, EPISODES)
             }
             if number + 1 < len(found):
                 origins = index.filter(pl.col("part") == part)["origin"].unique().to_list()
@@ -179,7 +189,7 @@ class Follower:
         self._given = [(1, footers[-1].number)]
 
 
-def _index(root: Path, parts: Sequence[int]) -> pl.DataFrame:
+def _index(root: Location, parts: Sequence[int]) -> pl.DataFrame:
     """Of every row of `rollouts` in the parts: its key, part and origin, and whether it is the newest of its key."""
     frames = [
         scan([part_path(root, ROLLOUTS, part)])

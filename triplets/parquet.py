@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from spanmill.triplets.parts import VERSION_KEY
+from spanmill.storage import Location
+from spanmill.triplets.parts import VERSION_KEY, open_parquet
 from spanmill.triplets.schema import LOGPROBS, SCHEMA_VERSION, TOKEN_IDS
 
 PAGE_LISTS: Final = 64
@@ -70,18 +71,6 @@ def _leaves(field: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, field.type
 
 
-def read_file(path: Path, columns: list[str] | None = None) -> pa.Table:
-    """A whole file, or some of its columns, with no guesses about what `=` in its path might mean.
-
-    Footer metadata is left out.
-    """
-    return pq.ParquetFile(path).read(columns).replace_schema_metadata()
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def read_file(path: Location, columns: list[str] | None = None) -> pa.Table:
+    """A whole file, or some of its columns. Footer metadata is left out."""
+    return open_parquet(path).read(columns).replace_schema_metadata()

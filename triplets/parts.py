@@ -6,6 +6,7 @@
     DIR/.old/rollouts/part-00000001.parquet replaced by a part whose footer names it, removed later
     DIR/.lock                               held by the one writer
 
+DIR may be a prefix in an object store: there a part's objects are put in this order, whole, and none is temporary.
 A part holds at most one row of `rollouts` per (rollout, attempt).
 """
 
@@ -13,6 +14,7 @@ import json
 import re
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,7 +26,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spanmill.errors import DatasetError, SchemaVersionError
-from spanmill.triplets.schema import QUARANTINE, ROLLOUTS, SCHEMA_VERSION, TableSpec
+from spanmill.storage import Location, scan_options
+from spanmill.triplets.schema import QUARANTINE, ROLLOUTS, SCHEMA_VERSION, TABLES, TableSpec
 
 VERSION_KEY: Final = b"spanmill.schema_version"
 REPLACES_KEY: Final = b"spanmill.replaces"
@@ -34,6 +37,9 @@ ORIGINS_KEY: Final = b"spanmill.origins"
 STRAY_KEY: Final = b"spanmill.stray_rows"
 """On the file in `quarantine`: how many rows at its end stand under no rollout of the part."""
 MOVED: Final = "moved"
+LOCK_NAME: Final = ".lock"
+_AT_ONCE: Final = 32
+"""Footers that are asked of a store together: each is a few requests that mostly wait."""
 
 KEY: Final = ("rollout_id", "attempt")
 
@@ -56,7 +62,7 @@ class Footer:
     replaces: frozenset[int]
 
 
-def part_path(root: Path, table: TableSpec, number: int) -> Path:
+def part_path(root: Location, table: TableSpec, number: int) -> Location:
     """The file of a committed part in one table."""
     return root / table.name / f"part-{number:08d}.parquet"
 
@@ -66,18 +72,25 @@ def temporary_path(root: Path, table: TableSpec, number: int) -> Path:
     return root / table.name / f".part-{number:08d}.parquet.tmp"
 
 
-def old_path(root: Path, table: TableSpec, number: int) -> Path:
+def old_path(root: Location, table: TableSpec, number: int) -> Location:
     """Where the file of a replaced part waits for its removal."""
     return root / ".old" / table.name / f"part-{number:08d}.parquet"
 
 
-def part_numbers(root: Path, table: TableSpec) -> list[int]:
+def is_dataset(root: Location) -> bool:
+    """Whether a writer has been at work there, if only to open it."""
+    if isinstance(root, Path):
+        return all((root / table.name).is_dir() for table in TABLES)
+    return (root / LOCK_NAME).is_file() or bool(part_numbers(root, ROLLOUTS))
+
+
+def part_numbers(root: Location, table: TableSpec) -> list[int]:
     """Numbers of the parts that have a file in one table, ascending."""
     matches = (_PART.fullmatch(path.name) for path in (root / table.name).iterdir())
     return sorted(int(match[1]) for match in matches if match)
 
 
-def read_footers(root: Path, after: int = 0) -> list[Footer]:
+def read_footers(root: Location, after: int = 0) -> list[Footer]:
     """The committed parts, or those with a number higher than `after`, ascending, those that were replaced included.
 
     A listing may miss both a part that is moved away meanwhile and the later one that replaces it: then that one is in
@@ -89,22 +102,31 @@ def read_footers(root: Path, after: int = 0) -> list[Footer]:
     listed = part_numbers(root, ROLLOUTS)
     while (again := part_numbers(root, ROLLOUTS))[-1:] != listed[-1:]:
         listed = again
-    return [_read_footer(part_path(root, ROLLOUTS, number), number) for number in listed if number > after]
+    wanted = [(part_path(root, ROLLOUTS, number), number) for number in listed if number > after]
+    if isinstance(root, Path):
+        return [_read_footer(*one) for one in wanted]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(_read_footer, *zip(*wanted, strict=True))) if wanted else []
 
 
-def file_metadata(path: Path) -> pq.FileMetaData:
+def open_parquet(path: Location) -> pq.ParquetFile:
+    """A Parquet file, with no guesses about what `=` in its path might mean."""
+    return pq.ParquetFile(path) if isinstance(path, Path) else pq.ParquetFile(path.random(), pre_buffer=True)
+
+
+def file_metadata(path: Location) -> pq.FileMetaData:
     """The footer of a Parquet file; raises DatasetError if it has none."""
     try:
-        return pq.read_metadata(path)
+        return pq.read_metadata(path) if isinstance(path, Path) else open_parquet(path).metadata
     except pa.ArrowInvalid as error:
         raise DatasetError(f"{path} is no whole Parquet file ({error}); move it away") from error
 
 
-def _key_values(path: Path) -> dict[bytes, bytes]:
+def _key_values(path: Location) -> dict[bytes, bytes]:
     return file_metadata(path).metadata or {}
 
 
-def _read_footer(path: Path, number: int) -> Footer:
+def _read_footer(path: Location, number: int) -> Footer:
     metadata = _key_values(path)
     version = metadata.get(VERSION_KEY, b"").decode()
     if not version.isdecimal():
@@ -122,12 +144,12 @@ def active_parts(footers: Sequence[Footer]) -> list[int]:
     return [footer.number for footer in footers if footer.number not in replaced]
 
 
-def stray_rows(root: Path, number: int) -> int:
+def stray_rows(root: Location, number: int) -> int:
     """How many rows at the end of a part's file in `quarantine` stand under no rollout of the part."""
     return int(_key_values(part_path(root, QUARANTINE, number)).get(STRAY_KEY, b"0"))
 
 
-def origins_of(root: Path, number: int) -> list[int]:
+def origins_of(root: Location, number: int) -> list[int]:
     """For each row of a part's file in `rollouts`, the part in which it was first committed."""
     path = part_path(root, ROLLOUTS, number)
     packed = _key_values(path).get(ORIGINS_KEY)
@@ -141,12 +163,18 @@ def packed_origins(origins: Sequence[int]) -> bytes:
     return b64encode(compress(np.array(origins, "<u4").tobytes()))
 
 
-def scan(paths: Sequence[Path], path_column: str | None = None) -> pl.LazyFrame:
-    """A lazy scan of Parquet files, whatever characters their paths contain."""
-    return pl.scan_parquet(list(paths), glob=False, hive_partitioning=False, include_file_paths=path_column)
+def scan(paths: Sequence[Location], path_column: str | None = None) -> pl.LazyFrame:
+    """A lazy scan of Parquet files, all in folders or all in one store, whatever characters their paths contain."""
+    return pl.scan_parquet(
+        [str(path) for path in paths],
+        glob=False,
+        hive_partitioning=False,
+        include_file_paths=path_column,
+        **scan_options(paths[0]),
+    )
 
 
-def rollout_index(root: Path, parts: Sequence[int]) -> pl.DataFrame:
+def rollout_index(root: Location, parts: Sequence[int]) -> pl.DataFrame:
     """A row per rollout row of `parts`, in their order: rollout_id, attempt, revision, part, newest, moved.
 
     `newest` holds for the highest revision of a (rollout, attempt), and among equal revisions for the last part;

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 from itertools import groupby
-from pathlib import Path
 from typing import TypeVar
 
 import polars as pl
 
 from spanmill.errors import DatasetError
+from spanmill.storage import Location, Where, locate
 from spanmill.triplets.parts import (
     KEY,
     MOVED,
     active_parts,
     file_metadata,
+    is_dataset,
     part_path,
     read_footers,
     rollout_index,
@@ -24,48 +25,50 @@ from spanmill.triplets.schema import EPISODES, QUARANTINE, ROLLOUTS, TABLES, TRI
 _T = TypeVar("_T")
 
 
-def read_rollouts(path: str | Path) -> pl.LazyFrame:
+def read_rollouts(path: Where) -> pl.LazyFrame:
     """The newest row of every rollout attempt in the dataset at `path`; columns as in `schema.ROLLOUTS`.
 
     As for the other tables: rows of older revisions and of rollouts that moved elsewhere are left out, filters and
     column choices reach the Parquet files, and parts come in the order in which they were written. The frame names the
     files that count now: collect it before a running `spanmill serve` has removed parts that it rewrote.
 
+    `path` is a folder, or a URL in an object store, as text: `s3://BUCKET/data`, `gs://BUCKET/data`.
+
     Raises DatasetError if there is no dataset, SchemaVersionError if a newer spanmill wrote it.
     """
-    return _read(Path(path), ROLLOUTS)
+    return _read(locate(path), ROLLOUTS)
 
 
-def read_triplets(path: str | Path) -> pl.LazyFrame:
+def read_triplets(path: Where) -> pl.LazyFrame:
     """The calls of the dataset, columns as in `schema.TRIPLETS`; otherwise as `read_rollouts`."""
-    return _read(Path(path), TRIPLETS)
+    return _read(locate(path), TRIPLETS)
 
 
-def read_episodes(path: str | Path) -> pl.LazyFrame:
+def read_episodes(path: Where) -> pl.LazyFrame:
     """The training sequences of the dataset, columns as in `schema.EPISODES`; otherwise as `read_rollouts`."""
-    return _read(Path(path), EPISODES)
+    return _read(locate(path), EPISODES)
 
 
-def read_quarantine(path: str | Path) -> pl.LazyFrame:
+def read_quarantine(path: Where) -> pl.LazyFrame:
     """What was set aside, columns as in `schema.QUARANTINE`; otherwise as `read_rollouts`."""
-    return _read(Path(path), QUARANTINE)
+    return _read(locate(path), QUARANTINE)
 
 
-def read_rollout(path: str | Path, rollout_id: str, attempt: int) -> dict[str, pl.DataFrame]:
+def read_rollout(path: Where, rollout_id: str, attempt: int) -> dict[str, pl.DataFrame]:
     """The newest rows of one rollout attempt by table name, in the order of writing; all empty if it is not there.
 
     Reads only the pages that hold them: the way to look at one rollout of a large dataset. Raises as `read_rollouts`.
     """
-    return _tried(Path(path), lambda root: _one_rollout(root, rollout_id, attempt))
+    return _tried(locate(path), lambda root: _one_rollout(root, rollout_id, attempt))
 
 
-def _read(root: Path, table: TableSpec) -> pl.LazyFrame:
+def _read(root: Location, table: TableSpec) -> pl.LazyFrame:
     return _tried(root, lambda root: _newest_rows(root, table))
 
 
-def _tried(root: Path, read: Callable[[Path], _T], tries: int = 5) -> _T:
+def _tried(root: Location, read: Callable[[Location], _T], tries: int = 5) -> _T:
     """What `read` finds; again, where a part was replaced between listing and reading it."""
-    if not all((root / table.name).is_dir() for table in TABLES):
+    if not is_dataset(root):
         raise DatasetError(f"{root} is no dataset: expected a folder with {', '.join(t.name for t in TABLES)} in it")
     try:
         return read(root)
@@ -75,7 +78,7 @@ def _tried(root: Path, read: Callable[[Path], _T], tries: int = 5) -> _T:
         return _tried(root, read, tries - 1)
 
 
-def _one_rollout(root: Path, rollout_id: str, attempt: int) -> dict[str, pl.DataFrame]:
+def _one_rollout(root: Location, rollout_id: str, attempt: int) -> dict[str, pl.DataFrame]:
     own = (pl.col("rollout_id") == rollout_id) & (pl.col("attempt") == attempt)
     found: dict[str, pl.DataFrame] = {table.name: pl.DataFrame(schema=polars_schema(table)) for table in TABLES}
     parts = active_parts(read_footers(root))
@@ -88,7 +91,7 @@ def _one_rollout(root: Path, rollout_id: str, attempt: int) -> dict[str, pl.Data
     newest = revisions.with_row_index().sort("revision", "index").row(-1, named=True)
     if newest["num_calls"] == 0 and MOVED in newest["flags"]:
         return found
-    number = parts[paths.index(Path(newest["path"]))]
+    number = parts[[str(path) for path in paths].index(newest["path"])]
     for table in (ROLLOUTS, TRIPLETS, EPISODES):
         rows = scan([part_path(root, table, number)])
         at = rows.select(own.arg_true()).collect().to_series()
@@ -100,7 +103,7 @@ def _one_rollout(root: Path, rollout_id: str, attempt: int) -> dict[str, pl.Data
     return found
 
 
-def _newest_rows(root: Path, table: TableSpec) -> pl.LazyFrame:
+def _newest_rows(root: Location, table: TableSpec) -> pl.LazyFrame:
     """Raises FileNotFoundError if a part was replaced between listing and reading it."""
     parts = active_parts(read_footers(root))
     index = rollout_index(root, parts)
@@ -116,7 +119,7 @@ def _newest_rows(root: Path, table: TableSpec) -> pl.LazyFrame:
     return pl.concat(frames) if frames else pl.LazyFrame(schema=polars_schema(table))
 
 
-def _without(root: Path, table: TableSpec, number: int, keys: pl.LazyFrame) -> list[pl.LazyFrame]:
+def _without(root: Location, table: TableSpec, number: int, keys: pl.LazyFrame) -> list[pl.LazyFrame]:
     """A part without the rows of some rollouts; its stray rows, at the end, belong to none and all stay."""
     path = part_path(root, table, number)
     strays = stray_rows(root, number) if table is QUARANTINE else 0

@@ -12,12 +12,12 @@ for `model`, `agent` and `max_tokens` and what a format needs, which choose amon
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import polars as pl
 
 from spanmill.errors import ExportError
+from spanmill.storage import Where
 from spanmill.triplets.parts import KEY
 from spanmill.triplets.reader import read_episodes, read_rollouts
 
@@ -107,14 +107,14 @@ def _trained() -> pl.Expr:
     return pl.col("loss_mask").list.sum().cast(pl.Int64)
 
 
-def rollouts(path: str | Path, selection: Selection) -> pl.LazyFrame:
+def rollouts(path: Where, selection: Selection) -> pl.LazyFrame:
     """The selected rollouts of the dataset, columns as in `schema.ROLLOUTS`; raises as `episodes`."""
     keys = decide(read_rollouts(path), read_episodes(path), selection).rollouts
     chosen = keys.filter(pl.col(LEFT_OUT).is_null()).select(KEY).lazy()
     return read_rollouts(path).join(chosen, on=KEY, how="semi", maintain_order="left")
 
 
-def episodes(path: str | Path, selection: Selection) -> pl.LazyFrame:
+def episodes(path: Where, selection: Selection) -> pl.LazyFrame:
     """The selected Episodes of the dataset, columns as in `schema.EPISODES`, whole: `overlong` cuts none.
 
     Raises ExportError if they mix logprobs modes or models that the selection does not allow to mix, or the pattern

@@ -4,20 +4,21 @@ A part is committed by the rename of its file in `rollouts/`; there is no manife
 the readers see either all of a part or nothing, and the next start finishes or undoes the rest.
 """
 
-import fcntl
 import json
-import os
-from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType, TracebackType
-from typing import IO, Self
+from typing import Self
 
 import pyarrow as pa
 
 from spanmill.errors import DatasetError
-from spanmill.triplets.parquet import read_file, sync_folder, write_file
+from spanmill.storage import Location, Where, locate, move, older, put, sync
+from spanmill.triplets.lease import Lock, take
+from spanmill.triplets.parquet import read_file, write_file
 from spanmill.triplets.parts import (
     KEY,
     MOVED,
@@ -50,14 +51,14 @@ def stray_key(trace_id: str, span_id: str, reason: str, detail: str, span: str) 
 
 
 class DatasetWriter:
-    """Opens (or makes) the dataset in a folder and locks it; not for use by several threads at once.
+    """Opens (or makes) the dataset in a folder or object store and locks it; not for use by several threads at once.
 
     Every method raises DatasetError if a file cannot be written or read. After an error nothing is half done: the next
     call first clears away what the failed one left, as a new start would.
     """
 
-    def __init__(self, root: str | Path) -> None:
-        self._root = Path(root)
+    def __init__(self, root: Where) -> None:
+        self._root = locate(root)
         self._parts: dict[int, int] = {}
         """Active parts and their uncompressed sizes."""
         self._next = 1
@@ -65,13 +66,13 @@ class DatasetWriter:
         self._superseded: dict[int, set[Key]] = {}
         """Per active part, the keys whose rows there a newer revision replaced."""
         self._moved: set[Key] = set()
-        self._lock = self._take_lock()
-        try:
+        with ExitStack() as opened:
+            self._lock = self._take_lock()
+            opened.callback(self._lock.close)
             with self._reported("open"):
+                self._scratch = self._made_scratch(opened)
                 self._recover()
-        except BaseException:
-            self._lock.close()
-            raise
+            self._opened = opened.pop_all()
         self._settled = True
 
     def __enter__(self) -> Self:
@@ -82,9 +83,8 @@ class DatasetWriter:
 
     def close(self) -> None:
         """Let another writer in, even while forked children still have the lock file open."""
-        if not self._lock.closed:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-            self._lock.close()
+        with self._reported("close"):
+            self._opened.close()
 
     def committed(self) -> Mapping[Key, tuple[int, int]]:
         """(rollout_id, attempt) -> (revision, part) of the newest committed rows; a live view."""
@@ -116,7 +116,8 @@ class DatasetWriter:
         return number
 
     def take(self, folder: Path) -> int:
-        """Commit the part whose files `write_part` left in `folder`, on the file system of the dataset; its number.
+        """Commit the part whose files `write_part` left in `folder`, for a dataset in a folder on its file system; its
+        number.
 
         Raises ValueError if one of its (rollout, attempt) is committed already.
         """
@@ -157,7 +158,7 @@ class DatasetWriter:
     def purge_old(self, age_s: float, now_s: float) -> int:
         """Remove the files that were replaced `age_s` or longer before `now_s` (seconds since 1970); how many."""
         with self._reported("remove old parts of"):
-            files = [path for path in (self._root / ".old").glob("*/*") if path.stat().st_mtime <= now_s - age_s]
+            files = older(self._root / ".old", age_s, now_s)
             for path in files:
                 path.unlink()
         return len(files)
@@ -192,24 +193,20 @@ class DatasetWriter:
                     keys.update(stray_key(**row) for row in columns.to_pylist())
         return keys
 
-    def _take_lock(self) -> IO[str]:
+    def _take_lock(self) -> Lock:
         with self._reported("make"):
-            new = not self._root.exists()
-            for folder in (self._root, self._root / ".old"):
-                for table in TABLES:
-                    (folder / table.name).mkdir(parents=True, exist_ok=True)
-                sync_folder(folder)
-            if new:
-                sync_folder(self._root.parent)
-            lock = (self._root / ".lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.close()
-            raise DatasetError(
-                f"another spanmill is writing to {self._root}; stop it or choose another folder"
-            ) from error
-        return lock
+            if isinstance(self._root, Path):
+                _make_folders(self._root)
+            return take(self._root)
+
+    def _made_scratch(self, opened: ExitStack) -> Path:
+        """Where the files of a part are written before they are put in place."""
+        if isinstance(self._root, Path):
+            return self._root
+        scratch = Path(opened.enter_context(TemporaryDirectory(prefix="spanmill-")))
+        for table in TABLES:
+            (scratch / table.name).mkdir()
+        return scratch
 
     @contextmanager
     def _reported(self, verb: str) -> Generator[None]:
@@ -224,6 +221,7 @@ class DatasetWriter:
     def _changing(self, verb: str) -> Generator[None]:
         """Around a change: clears away what a failed one left, and notes if this one fails too."""
         with self._reported(verb):
+            self._lock.check()
             if not self._settled:
                 self._recover()
             self._settled = False
@@ -236,10 +234,11 @@ class DatasetWriter:
         active = active_parts(footers)
         committed = {footer.number for footer in footers}
         for table in TABLES:
-            for path in (self._root / table.name).glob(".part-*.tmp"):
+            for path in (self._scratch / table.name).glob(".part-*.tmp"):
                 path.unlink()
         self._next = max(committed, default=0) + 1
-        self._parts = {number: self._size(number) for number in active}
+        paths = {number: [part_path(self._root, table, number) for table in TABLES] for number in active}
+        self._parts = {number: _uncompressed(files) for number, files in paths.items()}
         self._committed, self._superseded, self._moved = {}, {}, set()
         self._note(active)
         present = {number for table in TABLES for number in part_numbers(self._root, table)}
@@ -263,10 +262,6 @@ class DatasetWriter:
             if not calls and MOVED in flags:
                 self._moved.add(key)
 
-    def _size(self, number: int) -> int:
-        files = [file_metadata(part_path(self._root, table, number)) for table in TABLES]
-        return sum(file.row_group(group).total_byte_size for file in files for group in range(file.num_row_groups))
-
     def _origins(self, chosen: Sequence[int], rollouts: pa.Table) -> bytes:
         """Where the rows of a part that is to replace the chosen ones were first committed."""
         origins: dict[tuple[Key, int], int] = {}
@@ -280,17 +275,20 @@ class DatasetWriter:
     ) -> int:
         """Write a part to every table and rename it into place, `rollouts` last."""
         number = self._next
-        files = {table.name: temporary_path(self._root, table, number) for table in TABLES}
+        files = {table.name: temporary_path(self._scratch, table, number) for table in TABLES}
         _write_files(files, tables, strays, replaces, origins)
         self._place(number, files)
         return number
 
     def _place(self, number: int, files: Mapping[str, Path]) -> None:
         """Rename the files of a part, by table name, to what they are called in the dataset."""
+        size = _uncompressed(files.values())
         for table in reversed(TABLES):
-            os.replace(files[table.name], part_path(self._root, table, number))
-            sync_folder(self._root / table.name)
-        self._parts[number] = self._size(number)
+            if table is ROLLOUTS:
+                self._lock.check()
+            if not put(files[table.name], part_path(self._root, table, number), new=table is ROLLOUTS):
+                raise DatasetError(f"another spanmill has written part {number} of {self._root}; stop one of them")
+        self._parts[number] = size
         self._next = number + 1
 
     def _retire(self, numbers: Sequence[int]) -> None:
@@ -298,11 +296,9 @@ class DatasetWriter:
         for table in TABLES:
             present = [number for number in numbers if part_path(self._root, table, number).exists()]
             for number in present:
-                path = part_path(self._root, table, number)
-                os.utime(path)
-                os.replace(path, old_path(self._root, table, number))
+                move(part_path(self._root, table, number), old_path(self._root, table, number))
             if present:
-                sync_folder(self._root / table.name)
+                sync(self._root / table.name)
         for number in numbers:
             self._parts.pop(number, None)
             self._superseded.pop(number, None)
@@ -327,6 +323,22 @@ class DatasetWriter:
             merged[table.name] = pa.concat_tables([own, stray])
             strays = stray.num_rows
         return merged, strays
+
+
+def _make_folders(root: Path) -> None:
+    new = not root.exists()
+    for folder in (root, root / ".old"):
+        for table in TABLES:
+            (folder / table.name).mkdir(parents=True, exist_ok=True)
+        sync(folder)
+    if new:
+        sync(root.parent)
+
+
+def _uncompressed(files: Iterable[Location]) -> int:
+    """Bytes of the rows of Parquet files."""
+    found = [file_metadata(file) for file in files]
+    return sum(file.row_group(group).total_byte_size for file in found for group in range(file.num_row_groups))
 
 
 def _versions(rollouts: pa.Table) -> list[tuple[Key, int]]:

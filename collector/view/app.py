@@ -5,6 +5,7 @@ Every value of a span is hostile text: the templates escape it, and the headers 
 
 import ipaddress
 import logging
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -30,6 +31,7 @@ from spanmill.collector.view.data import Data
 from spanmill.collector.view.strips import TextOf, load_tokenizer
 from spanmill.collector.view.text import visible
 from spanmill.errors import DatasetError, ListenError
+from spanmill.storage import Location
 from spanmill.triplets.json_rows import json_text
 
 _log = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ _AT_ONCE: Final = 2
 """Pages that are made at the same time: the receiver in the same process has the other cores."""
 
 
-def view_app(dataset: Path, text_of: TextOf | None = None, open_to_pages: bool = False) -> ASGIApp:
+def view_app(dataset: Location, text_of: TextOf | None = None, open_to_pages: bool = False) -> ASGIApp:
     """The pages, at PATHS, of a dataset, which may not exist yet.
 
     Unless `open_to_pages`, they answer only to who addresses this machine by a number or as localhost: a web page whose
@@ -72,7 +74,7 @@ def view_app(dataset: Path, text_of: TextOf | None = None, open_to_pages: bool =
     return Starlette(routes=routes, middleware=[] if open_to_pages else [Middleware(_LocalNames)])
 
 
-def view(dataset: Path, host: str, port: int, tokenizer: Path | None, token_file: Path | None) -> int:
+def view(dataset: Location, host: str, port: int, tokenizer: Path | None, token_file: Path | None) -> int:
     """Serve the pages until SIGTERM or SIGINT; returns 0. Prints one line with the address once they can be opened.
 
     Raises DatasetError if there is no dataset, ConfigError if an option cannot work, ListenError for a busy port.
@@ -90,6 +92,8 @@ def view(dataset: Path, host: str, port: int, tokenizer: Path | None, token_file
         listener = config.bind_socket()
     except SystemExit as error:  # uvicorn has logged why
         raise ListenError(f"{host}:{port} cannot be listened on") from error
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)  # uvicorn ends in peace, then hands the signal on
     with listener:
         shown = f"[{host}]" if ":" in host else host
         print(f"spanmill view of {dataset} at http://{shown}:{listener.getsockname()[1]}/", flush=True)
@@ -146,7 +150,7 @@ class _Guard:
 class _Site:
     """The pages of one dataset."""
 
-    def __init__(self, dataset: Path, text_of: TextOf | None) -> None:
+    def __init__(self, dataset: Location, text_of: TextOf | None) -> None:
         self._data = Data(dataset)
         self._text_of = text_of
         self._room = threading.BoundedSemaphore(_AT_ONCE)
@@ -193,7 +197,7 @@ class _Site:
             return 503, {"said": f"The dataset cannot be read: {error}"}
 
 
-def _templates(dataset: Path, has_text: bool) -> Environment:
+def _templates(dataset: Location, has_text: bool) -> Environment:
     templates = Environment(
         loader=PackageLoader("spanmill.collector.view"),
         autoescape=True,

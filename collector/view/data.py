@@ -3,11 +3,11 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import polars as pl
 
+from spanmill.storage import Location
 from spanmill.triplets.parts import part_numbers
 from spanmill.triplets.reader import read_episodes, read_quarantine, read_rollout, read_rollouts, read_triplets
 from spanmill.triplets.schema import ROLLOUTS
@@ -81,7 +81,7 @@ class Listed:
 class Data:
     """A dataset as the pages see it; thread-safe. What was counted is kept until a part comes or goes."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._stamp = ""

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Final, cast
 
 import typer
 from typer.main import get_command
@@ -20,7 +20,9 @@ from typer.main import get_command
 import spanmill
 from spanmill.collector.config import BuildConfig, ExportConfig, ServeConfig, load, load_config
 from spanmill.errors import ConfigError, SpanmillError
+from spanmill.storage import locate
 
+_DATASET: Final = "folder of a dataset, or its URL: s3://BUCKET/... or gs://BUCKET/..."
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing == "spanmill":
             raise
-        extras = {"aiohttp": "gateway", "msgspec": "export", "safetensors": "export", "ray": "ray"}
+        extras = {"aiohttp": "gateway", "msgspec": "export", "safetensors": "export", "ray": "ray", "obstore": "stores"}
         print(
             f"spanmill: this command needs {missing}, which is not installed: "
             f"pip install 'spanmill[{extras.get(missing, 'collector')}]'",
@@ -117,14 +119,19 @@ def serve(
 @app.command()
 @with_options(BuildConfig)
 def build(
-    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="journals, OTLP JSON lines or protobuf")],
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...", help="journals, OTLP JSON lines or protobuf: files, folders, s3:// or gs://"
+        ),
+    ],
     **flags: object,
 ) -> None:
     """Build a dataset from recorded spans, in one go."""
     settings = load(BuildConfig, flags, os.environ)
     from spanmill.collector.build import build
 
-    raise typer.Exit(build(inputs, settings))
+    raise typer.Exit(build([locate(given) for given in inputs], settings))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -293,7 +300,7 @@ def _table_rewards(table: Path) -> Iterator[dict[str, Any]]:
 
 @app.command()
 def show(
-    dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="folder of a dataset")],
+    dataset: Annotated[str, typer.Argument(metavar="DATASET", help=_DATASET)],
     rollout: Annotated[
         str | None, typer.Argument(metavar="[ROLLOUT]", help="its id, or the beginning of it", show_default=False)
     ] = None,
@@ -328,7 +335,7 @@ def doctor(
 
 @app.command()
 def stats(
-    dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="folder of a dataset")],
+    dataset: Annotated[str, typer.Argument(metavar="DATASET", help=_DATASET)],
     as_json: Annotated[bool, typer.Option("--json", help="as one JSON object")] = False,
 ) -> None:
     """Show what became of every call and every sampled token of a dataset."""
@@ -339,9 +346,7 @@ def stats(
 
 @app.command()
 @with_options(ExportConfig)
-def export(
-    dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="folder of a dataset")], **flags: object
-) -> None:
+def export(dataset: Annotated[str, typer.Argument(metavar="DATASET", help=_DATASET)], **flags: object) -> None:
     """Write a dataset in the form that a trainer reads, and say what was left out and why."""
     # Not from the environment: SPANMILL_MODE, say, tells a running agent what it is.
     settings = vars(load(ExportConfig, flags, {}))
@@ -358,7 +363,7 @@ def export(
 
 @app.command()
 def view(
-    dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="folder of a dataset")],
+    dataset: Annotated[str, typer.Argument(metavar="DATASET", help=_DATASET)],
     port: Annotated[int, typer.Option(help="where the browser finds it; 0 takes a free one", min=0, max=65535)] = 8080,
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     tokenizer: Annotated[
@@ -371,4 +376,4 @@ def view(
     """Show a dataset in a browser: every rollout, call and token, and why it is trained or not."""
     from spanmill.collector.view.app import view
 
-    raise typer.Exit(view(dataset, host, port, tokenizer, token_file))
+    raise typer.Exit(view(locate(dataset), host, port, tokenizer, token_file))

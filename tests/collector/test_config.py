@@ -87,7 +87,7 @@ def test_every_option_explains_itself() -> None:
 @pytest.mark.parametrize(
     ("flags", "environ", "message"),
     [
-        ({}, {}, "--out is missing: folder of the dataset"),
+        ({}, {}, "--out is missing: folder of the dataset, or its URL in a store: s3://BUCKET/... or gs://BUCKET/..."),
         ({"out": ""}, {}, "--out is '': expected a path"),
         ({"out": "d", "idle": 1}, {}, "--idle is no option of this command"),
         (

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spanmill.errors import DatasetError, ExportError
+from spanmill.storage import Location, Where, locate
 from spanmill.triplets.exports import (
     areal,
     atif,
@@ -58,7 +59,7 @@ _CALL_COLUMNS: Final = tuple(
 
 
 def export(
-    dataset: str | Path,
+    dataset: Where,
     to: str,
     out: str | Path,
     selection: Selection = _DEFAULT_SELECTION,
@@ -74,7 +75,7 @@ def export(
     """
     target = find_target(to)
     chosen, needs = _checked(target, selection, fill)
-    root = Path(dataset)
+    root = locate(dataset)
     with safe_output(Path(out)) as path:
         decided, wanted = _snapshot(root, target, chosen, needs)
         if wanted.is_empty():
@@ -133,7 +134,7 @@ def _checked(target: Target, selection: Selection, fill: Fill) -> tuple[Selectio
 
 
 def _snapshot(
-    root: Path, target: Target, selection: Selection, needs: frozenset[Any], tries: int = 5
+    root: Location, target: Target, selection: Selection, needs: frozenset[Any], tries: int = 5
 ) -> tuple[Decided, pl.DataFrame]:
     """What is decided, and where the wanted rows stand; of one state of the dataset, also while it is written."""
     try:
@@ -181,7 +182,7 @@ def _unpaired(decided: Decided, rollouts: list[str]) -> Decided:
     return decided._replace(episodes=decided.episodes.with_columns(why.alias(LEFT_OUT)))
 
 
-def _wanted(root: Path, target: Target, decided: Decided, places: pl.DataFrame) -> pl.DataFrame:
+def _wanted(root: Location, target: Target, decided: Decided, places: pl.DataFrame) -> pl.DataFrame:
     """A row for each selected Episode, or call in it, in the order of the dataset, with what targets get beside it."""
     kept = decided.episodes.filter(pl.col(LEFT_OUT).is_null()).select(EPISODE)
     about = places.select(*KEY, "part", "group_id", "status", "group_size", final_reward="reward")
@@ -212,7 +213,7 @@ def _numbered(values: pl.Expr) -> pl.Expr:
     return values.rank("dense").cast(pl.Int64) - 1
 
 
-def _calls_of(root: Path, rows: pl.DataFrame) -> pl.DataFrame:
+def _calls_of(root: Location, rows: pl.DataFrame) -> pl.DataFrame:
     turns = (
         read_episodes(root)
         .select(*EPISODE, pl.col("turns"))
@@ -232,7 +233,7 @@ def _calls_of(root: Path, rows: pl.DataFrame) -> pl.DataFrame:
     return calls.join(known, on=KEY, how="left", maintain_order="left").collect(engine="streaming")
 
 
-def _rows(root: Path, target: Target, wanted: pl.DataFrame) -> Iterator[Any]:
+def _rows(root: Location, target: Target, wanted: pl.DataFrame) -> Iterator[Any]:
     if target.reads in ("calls", "tasks"):
         return batches(root, TRIPLETS, wanted, (*KEY, "call_id"), _CALL_COLUMNS)
     skipped = frozenset[str]() if "messages" in target.needs else _TEXTS

@@ -1,16 +1,15 @@
 """Reading what is selected, part by part and in whole rollouts: memory does not depend on the dataset's size."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from spanmill.errors import DatasetError
-from spanmill.triplets.parts import KEY, old_path, part_path
+from spanmill.storage import Location
+from spanmill.triplets.parts import KEY, old_path, open_parquet, part_path
 from spanmill.triplets.schema import TableSpec
 
 BATCH_BYTES: Final = 16 << 20
@@ -18,7 +17,7 @@ BATCH_BYTES: Final = 16 << 20
 
 
 def batches(
-    root: Path, table: TableSpec, wanted: pl.DataFrame, on: Sequence[str], columns: Sequence[str]
+    root: Location, table: TableSpec, wanted: pl.DataFrame, on: Sequence[str], columns: Sequence[str]
 ) -> Iterator[Any]:
     """The wanted rows of a table, as Arrow tables of whole rollouts.
 
@@ -32,11 +31,11 @@ def batches(
             yield from _picked(rows, extra, on)
 
 
-def _open(root: Path, table: TableSpec, number: int) -> Any:
+def _open(root: Location, table: TableSpec, number: int) -> Any:
     """A part's file, also after a running `spanmill serve` has moved it away."""
     for path in (part_path(root, table, number), old_path(root, table, number)):
         try:
-            return pq.ParquetFile(path)
+            return open_parquet(path)
         except FileNotFoundError:
             continue
     raise DatasetError(f"part {number} of {root} was rewritten meanwhile; export again")

@@ -14,8 +14,8 @@ import polars as pl
 import pyarrow.parquet as pq
 
 from spanmill.errors import ExportError
+from spanmill.storage import sync
 from spanmill.triplets.exports.target import Fill, Write
-from spanmill.triplets.parquet import sync_folder
 
 SHARD_CELLS: Final = 4 << 20
 """Most padded positions in a file of tensors; each takes some 40 bytes."""
@@ -40,12 +40,12 @@ def safe_output(path: Path) -> Generator[Path]:
         if path.exists():
             raise ExportError(f"{path} has appeared meanwhile; nothing was written to it")
         inside.rename(path)
-        sync_folder(path.parent)
+        sync(path.parent)
 
 
 def _sync(path: Path) -> None:
     if path.is_dir():
-        sync_folder(path)
+        sync(path)
         return
     with path.open("rb") as file:
         os.fsync(file.fileno())
