@@ -5,7 +5,7 @@ BIN := .venv/bin
 PEERS ?= $(HOME)/.cache/spanmill-peers
 WHEELS ?= $(HOME)/.cache/spanmill-vllm
 
-.PHONY: demo test test-vllm test-vllm-core test-vllm-names test-agents test-agents-short test-trainers learn test-learn check bench bench-check bench-ingest bench-crash soak fuzz docs
+.PHONY: demo test test-vllm test-vllm-core test-vllm-names test-agents test-agents-short test-trainers test-cluster test-cluster-short learn test-learn check bench bench-check bench-ingest bench-crash soak fuzz docs
 
 demo: .venv/demo.installed
 	$(BIN)/python demo/demo.py
@@ -36,6 +36,12 @@ test-agents-short: .venv/dev.installed .vllm/installed
 test-trainers: .venv/dev.installed
 	$(BIN)/python tests/trainers/environment.py && $(BIN)/pytest tests/trainers
 
+test-cluster: .venv/cluster.installed
+	$(BIN)/pytest tests/cluster
+
+test-cluster-short: .venv/cluster.installed
+	$(BIN)/pytest -m "not slow" tests/cluster
+
 learn: .venv/dev.installed .vllm/learn.installed
 	.vllm/bin/python examples/learn/learn.py --spanmill $(BIN)/spanmill
 
@@ -47,10 +53,12 @@ check: .venv/dev.installed
 	$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: .venv/dev.installed
-	$(BIN)/python bench/table.py --write docs/benchmarks.md
+	tests/peers/get.sh $(PEERS)
+	SPANMILL_PEERS=$(PEERS) $(BIN)/python bench/table.py --write docs/benchmarks.md
 
 bench-check: .venv/dev.installed
-	$(BIN)/python bench/table.py --check docs/benchmarks.md
+	tests/peers/get.sh $(PEERS)
+	SPANMILL_PEERS=$(PEERS) $(BIN)/python bench/table.py --check docs/benchmarks.md
 
 bench-ingest: .venv/dev.installed
 	tests/peers/get.sh $(PEERS)

@@ -83,6 +83,30 @@ def measure(pid: int, address: str, http: bool, body: bytes, count: int, senders
     return (cpu_seconds(pid) - before) / gigabytes, gigabytes * 1000 / (time.monotonic() - begun)
 
 
+def compare(mb: int, rounds: int, senders: int, *, packed: bool, http: bool) -> dict[str, tuple[float, float]]:
+    """(CPU seconds per GB, MB/s) of each, the median of the rounds of `mb` each."""
+    body = request(packed)
+    count = mb * 1_000_000 // len(body)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        go_collector(Path(folder), "  nop:") as peer,
+        Served(Path(folder) / "out") as service,
+    ):
+        theirs = f"127.0.0.1:{peer.http_port if http else peer.port}"
+        ours = service.http_address if http else service.address
+        sides = {"Go collector": (peer.pid, theirs), "spanmill": (service.process.pid, ours)}
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+        for _, address in sides.values():
+            send(address, http, body, 20)
+        for _ in range(rounds):
+            for name, (pid, address) in sides.items():
+                found[name].append(measure(pid, address, http, body, count, senders))
+    return {
+        name: (statistics.median(cost for cost, _ in taken), statistics.median(rate for _, rate in taken))
+        for name, taken in found.items()
+    }
+
+
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -92,28 +116,13 @@ def main() -> None:
     parser.add_argument("--packed", action="store_true")
     parser.add_argument("--http", action="store_true")
     options = parser.parse_args()
-    body = request(options.packed)
-    count = options.mb * 1_000_000 // len(body)
+    size = len(request(options.packed)) / 1000
     how = "OTLP/HTTP" if options.http else "OTLP/gRPC"
-    print(f"{options.rounds} rounds of {count} requests of {len(body) / 1000:.0f} KB, {options.senders} senders, {how}")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        go_collector(Path(folder), "  nop:") as peer,
-        Served(Path(folder) / "out") as service,
-    ):
-        theirs = f"127.0.0.1:{peer.http_port if options.http else peer.port}"
-        ours = service.http_address if options.http else service.address
-        sides = {"Go collector": (peer.pid, theirs), "spanmill": (service.process.pid, ours)}
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-        for _, address in sides.values():
-            send(address, options.http, body, 20)
-        for _ in range(options.rounds):
-            for name, (pid, address) in sides.items():
-                found[name].append(measure(pid, address, options.http, body, count, options.senders))
-    costs = {name: statistics.median(cost for cost, _ in rounds) for name, rounds in found.items()}
-    for name, rounds in found.items():
-        print(f"  {name:14} {statistics.median(rate for _, rate in rounds):8.0f} MB/s   {costs[name]:6.2f} CPU s/GB")
-    print(f"  ratio {costs['spanmill'] / costs['Go collector']:.2f}")
+    print(f"{options.rounds} rounds of {options.mb} MB in requests of {size:.0f} KB, {options.senders} senders, {how}")
+    found = compare(options.mb, options.rounds, options.senders, packed=options.packed, http=options.http)
+    for name, (cost, rate) in found.items():
+        print(f"  {name:14} {rate:8.0f} MB/s   {cost:6.2f} CPU s/GB")
+    print(f"  ratio {found['spanmill'][0] / found['Go collector'][0]:.2f}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 The ratio is how much better than the peer: it says more than the figures, which change with the machine and with what
 else runs on it. `--write` puts the table into a page; `--check` compares the ratios with those of such a page and ends
 with 1 if one has lost more than a quarter. Figures are CPU time, user and system; what two workers gain is wall time.
-The Go collector and Rotel are asked where SPANMILL_PEERS has them (tests/peers/get.sh).
+The Go collector is a peer where SPANMILL_PEERS has it (tests/peers/get.sh).
 """
 
 import argparse
@@ -28,6 +28,7 @@ import parquet
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
+import receive
 
 from spanmill.adapters import adapt
 from spanmill.collector.decode import decode_traces
@@ -67,6 +68,17 @@ def decoding() -> Iterator[Row]:
         ours = 100 / decode.best(lambda body=body: decode_traces(body), 3)
         peer = "opentelemetry-proto, loops"
         yield Row(f"decode, {encoding}, spans/s", f"{ours:,.0f}", f"{goal:,}", peer, f"{theirs:,.0f}", ours / theirs)
+
+
+def receiving() -> Iterator[Row]:
+    """CPU per GB of receiving into a synced journal, beside the Go collector that receives into nothing."""
+    if "SPANMILL_PEERS" not in os.environ:
+        return
+    for http in (False, True):
+        found = receive.compare(100, 3, 8, packed=False, http=http)
+        ours, theirs = found["spanmill"][0], found["Go collector"][0]
+        label = f"receive, {'HTTP' if http else 'gRPC'}, CPU s/GB"
+        yield Row(label, f"{ours:.2f}", f"{theirs / 4:.2f}", "Go collector, to nop", f"{theirs:.2f}", theirs / ours)
 
 
 def serving(spans: int) -> Iterator[Row]:
@@ -263,7 +275,8 @@ def page(rows: list[Row]) -> str:
     told = (
         "<!-- made by `make bench`; bench/table.py says how each figure is taken -->\n\n# Benchmarks\n\n"
         "The ratio is how much better than the peer in the same run; figures change with the machine and its load.\n"
-        f"`make bench-check` fails when a ratio has lost more than a quarter. Machine: {machine}.\n\n"
+        f"`make bench-check` fails when a ratio has lost more than a quarter. Machine: {machine}.\n"
+        "What profiles say of each, and of the goals that are not reached, is in [performance](design/performance.md).\n\n"
     )
     return told + "\n".join([HEAD, *map(str, rows)]) + "\n"
 
@@ -287,7 +300,7 @@ def main() -> int:
     given = parser.parse_args()
     rows: list[Row] = []
     print(HEAD, flush=True)
-    for measured in (decoding(), serving(given.spans), long_context(), merging(), writing(), starting()):
+    for measured in (decoding(), receiving(), serving(given.spans), long_context(), merging(), writing(), starting()):
         for row in measured:
             rows.append(row)
             print(row, flush=True)
