@@ -276,7 +276,7 @@ def page(rows: list[Row]) -> str:
         "<!-- made by `make bench`; bench/table.py says how each figure is taken -->\n\n# Benchmarks\n\n"
         "The ratio is how much better than the peer in the same run; figures change with the machine and its load.\n"
         f"`make bench-check` fails when a ratio has lost more than a quarter. Machine: {machine}.\n"
-        "What profiles say of each, and of the goals that are not reached, is in [performance](design/performance.md).\n\n"
+        "[Performance](design/performance.md) says what profiles show of each, and why a goal is not reached.\n\n"
     )
     return told + "\n".join([HEAD, *map(str, rows)]) + "\n"
 
