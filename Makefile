@@ -42,6 +42,12 @@ test-cluster: .venv/cluster.installed
 test-cluster-short: .venv/cluster.installed
 	$(BIN)/pytest -m "not slow" tests/cluster
 
+test-cluster: .venv/cluster.installed
+	$(BIN)/pytest tests/cluster
+
+test-cluster-short: .venv/cluster.installed
+	$(BIN)/pytest -m "not slow" tests/cluster
+
 learn: .venv/dev.installed .vllm/learn.installed
 	.vllm/bin/python examples/learn/learn.py --spanmill $(BIN)/spanmill
 
