@@ -118,6 +118,7 @@ def call(data: Data, query: Query, text_of: TextOf | None) -> Page:
     (row,) = found
     return {
         "row": row,
+        "number": rows["triplets"].index(row),
         "strip": call_strip(row, text_of),
         "messages": messages_of(row["messages"]),
         "response": messages_of(row["response"]),

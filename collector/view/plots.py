@@ -32,6 +32,7 @@ _OPTIONS: Final[Mapping[str, Any]] = {
     "height": _HEIGHT,
     "margin": 4,
     "margin_left": 24,
+    "margin_right": 24,
     "truncate_label": -1,
     "formatter": _label,
     "x_label_rotation": 0,
