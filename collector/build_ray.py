@@ -10,6 +10,7 @@ the shuffle. Neither the number of workers nor a run that was cut off changes a 
 """
 
 import hashlib
+import logging
 import os
 import pickle
 import shutil
@@ -77,7 +78,9 @@ def cluster(workers: int | None) -> Generator[Any]:
     if own:
         address = os.environ.get("RAY_ADDRESS")
         local: dict[str, Any] = {} if address else {"num_cpus": workers or cores(), "include_dashboard": False}
-        started.init(address=address, log_to_driver=False, configure_logging=False, **local)
+        started.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
+    for name in ("ray.data", "ray.data.context"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # what it does is said by our own lines
     context: Any = data.DataContext.get_current()
     context.enable_progress_bars = False
     # Tasks alone, no actors: what a killed worker held is made again from what it was made of.

@@ -169,6 +169,6 @@ def _ray_tasks(driver: int) -> list[int]:
                 session = os.getsid(int(entry.name))
             except (OSError, ProcessLookupError):
                 continue
-            if words.startswith(b"ray::") and session == driver:
+            if words.startswith((b"ray::MapBatches", b"ray::FlatMap")) and session == driver:
                 found.append(int(entry.name))
     return found
