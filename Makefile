@@ -5,7 +5,7 @@ BIN := .venv/bin
 PEERS ?= $(HOME)/.cache/spanmill-peers
 WHEELS ?= $(HOME)/.cache/spanmill-vllm
 
-.PHONY: demo test test-vllm test-vllm-core test-vllm-names test-agents test-agents-short test-trainers test-cluster test-cluster-short learn test-learn check bench bench-check bench-ingest bench-crash soak fuzz docs
+.PHONY: demo test test-vllm test-vllm-core test-vllm-names test-agents test-agents-short test-trainers test-cluster test-cluster-short learn test-learn check bench bench-check bench-view bench-ingest bench-crash soak fuzz docs test-browser pictures
 
 demo: .venv/demo.installed
 	$(BIN)/python demo/demo.py
@@ -48,6 +48,12 @@ test-cluster: .venv/cluster.installed
 test-cluster-short: .venv/cluster.installed
 	$(BIN)/pytest -m "not slow" tests/cluster
 
+test-browser: .venv/dev.installed
+	tests/browser/get.sh && $(BIN)/pytest tests/browser
+
+pictures: .venv/dev.installed
+	tests/browser/get.sh && $(BIN)/python tests/browser/pictures.py docs/images
+
 learn: .venv/dev.installed .vllm/learn.installed
 	.vllm/bin/python examples/learn/learn.py --spanmill $(BIN)/spanmill
 
@@ -61,6 +67,9 @@ check: .venv/dev.installed
 bench: .venv/dev.installed
 	tests/peers/get.sh $(PEERS)
 	SPANMILL_PEERS=$(PEERS) $(BIN)/python bench/table.py --write docs/benchmarks.md
+
+bench-view: .venv/dev.installed
+	$(BIN)/python bench/view.py
 
 bench-check: .venv/dev.installed
 	tests/peers/get.sh $(PEERS)
@@ -80,8 +89,9 @@ soak: .venv/dev.installed
 fuzz: .venv/dev.installed
 	$(BIN)/python bench/fuzz.py --mutations 100000 && $(BIN)/python bench/fuzz_requests.py
 
-docs: .venv/dev.installed
+docs: .venv/dev.installed .venv/docs.installed
 	$(BIN)/python -m spanmill.triplets.schema_page > docs/reference/schema.md
+	$(BIN)/mkdocs build --quiet
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "spanmill needs Python 3.11 or newer: make PYTHON=python3.12"; exit 1; }

@@ -43,7 +43,7 @@ _LISTED: Final = (
 )
 _KEY: Final = ("rollout_id", "attempt")
 TIME_BINS: Final = 40
-_HISTOGRAM_BINS: Final = 24
+_HISTOGRAM_BINS: Final = 20
 
 
 @dataclass(frozen=True)

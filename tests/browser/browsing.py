@@ -5,17 +5,17 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urldefrag, urlsplit
 
-from playwright.sync_api import Browser, Page, Playwright
+from playwright.sync_api import Browser, Page, Playwright, ViewportSize
 
 SPANMILL: Final = Path(sys.executable).with_name("spanmill")
-PHONE: Final = {"width": 390, "height": 844}
-DESKTOP: Final = {"width": 1280, "height": 900}
+PHONE: Final[ViewportSize] = {"width": 390, "height": 844}
+DESKTOP: Final[ViewportSize] = {"width": 1280, "height": 900}
 
 
 def chromium_path() -> str:
@@ -34,10 +34,10 @@ def launch(playwright: Playwright) -> Browser:
 
 
 @contextmanager
-def viewing(dataset: Path, *options: str) -> Iterator[str]:
-    """The address, ending in a slash, of `spanmill view` of a dataset."""
+def viewing(dataset: Path, *options: str, folder: Path | None = None) -> Generator[str]:
+    """The address, ending in a slash, of `spanmill view` of a dataset, run in a folder."""
     command = [str(SPANMILL), "view", str(dataset), "--port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1]
@@ -52,7 +52,8 @@ class Watched:
 
     def __init__(self, browser: Browser, base: str, **context: Any) -> None:
         self.base = base
-        self.context = browser.new_context(**{"viewport": DESKTOP, **context})
+        given: dict[str, Any] = {"viewport": DESKTOP, **context}
+        self.context = browser.new_context(**given)
         self.context.set_default_timeout(20_000)
         self.page: Page = self.context.new_page()
         self.wrong: list[str] = []
@@ -94,8 +95,9 @@ class Watched:
                 continue
             page = self.open(path)
             yield path
-            for link in page.locator("a[href]").evaluate_all("links => links.map(link => link.href)"):
-                found = urldefrag(link).url.removeprefix(self.base)
+            links: list[str] = page.locator("a[href]").evaluate_all("links => links.map(link => link.href)")
+            for link in links:
+                found = urldefrag(link)[0].removeprefix(self.base)
                 if found not in seen:
                     seen.add(found)
                     waiting.append(found)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from spanmill import semconv as sc
 from spanmill.adapters import adapt
-from spanmill.triplets.records import Span, Value
+from spanmill.triplets.records import FloatArray, Span, Value
 from spanmill.triplets.writer import DatasetWriter
 
 SYSTEM: Final = (
@@ -129,11 +129,12 @@ def rollout(desk: Desk, number: int, of: int) -> Iterator[Span]:
     yield from made.ending("failed" if number % 17 == 3 else "succeeded", None if unrewarded else score)
 
 
-def logprobs(desk: Desk, count: int, version: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def logprobs(desk: Desk, count: int, version: int) -> FloatArray:
     """Mostly sure, surprised at some words, and less so with every version."""
     sure = desk.rng.exponential(0.04, count)
     wide = desk.rng.exponential(2.2 - 0.15 * version, count)
-    return np.float64(np.float32(-np.where(desk.rng.random(count) < 0.22 - 0.012 * version, wide, sure)))
+    drawn = -np.where(desk.rng.random(count) < 0.22 - 0.012 * version, wide, sure)
+    return drawn.astype(np.float32).astype(np.float64)
 
 
 def _ids(desk: Desk, text: str) -> list[int]:
