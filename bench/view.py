@@ -3,8 +3,8 @@
     bench/view.py [ROLLOUTS]
 
 The default is 100,000 rollouts of three calls, 600 tokens each. `first` is the first time that a page is asked for,
-which counts what is kept afterwards; `again` the median of five. CPU seconds are the server's. Fails when the first page
-or the table takes more than 1 s, or a page of one rollout 0.5 s, in wall and in CPU time.
+which counts what is kept afterwards; `again` the median of five. CPU seconds are the server's. Fails when the first
+page or the table takes more than 1 s, or a page of one rollout 0.5 s, in wall and in CPU time.
 """
 
 import json

@@ -95,6 +95,7 @@ def view(dataset: Location, host: str, port: int, tokenizer: Path | None, token_
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: None)  # uvicorn ends in peace, then hands the signal on
     with listener:
+        listener.listen(config.backlog)  # whoever reads the line may connect at once
         shown = f"[{host}]" if ":" in host else host
         print(f"spanmill view of {dataset} at http://{shown}:{listener.getsockname()[1]}/", flush=True)
         uvicorn.Server(config).run([listener])
