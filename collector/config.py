@@ -144,9 +144,13 @@ def parse_path(value: object) -> Path:
 
 def parse_location(value: object) -> Location:
     """A folder, or a URL in an object store."""
-    if isinstance(value, str | Path | ObjectPath) and str(value):
+    expected = "a folder, s3://BUCKET/... or gs://BUCKET/..."
+    if not isinstance(value, str | Path | ObjectPath) or not str(value):
+        raise ValueError(expected)
+    try:
         return locate(value)
-    raise ValueError("a folder, s3://BUCKET/... or gs://BUCKET/...")
+    except ConfigError as error:
+        raise ValueError(expected) from error
 
 
 def parse_merge(value: object) -> Merge:

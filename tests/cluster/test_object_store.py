@@ -277,6 +277,9 @@ def test_two_commits_of_one_number_are_one(store: str) -> None:
 
 def test_serve_needs_a_journal_here(capsys: pytest.CaptureFixture[str]) -> None:
     """What was acknowledged lies on this machine, so a service that writes to a store is told where."""
+    assert 2 == main(["serve", "--out", "ftp://host/out"])
+    expected = "--out is 'ftp://host/out': expected a folder, s3://BUCKET/... or gs://BUCKET/..."
+    assert f"spanmill: {expected}\n" == capsys.readouterr().err
     assert 2 == main(["serve", "--out", "s3://bucket/out"])
     assert capsys.readouterr().err.startswith("spanmill: --journal is missing: --out s3://bucket/out needs a folder")
 

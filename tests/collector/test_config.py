@@ -88,7 +88,7 @@ def test_every_option_explains_itself() -> None:
     ("flags", "environ", "message"),
     [
         ({}, {}, "--out is missing: folder of the dataset, or its URL in a store: s3://BUCKET/... or gs://BUCKET/..."),
-        ({"out": ""}, {}, "--out is '': expected a path"),
+        ({"out": ""}, {}, "--out is '': expected a folder, s3://BUCKET/... or gs://BUCKET/..."),
         ({"out": "d", "idle": 1}, {}, "--idle is no option of this command"),
         (
             {"out": "d", "grpc": "4317"},
