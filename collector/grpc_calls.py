@@ -23,6 +23,7 @@ _ENDED: Final = "ended"
 _SHUTDOWN: Final = "shutdown"
 _ACCEPTED_AT_ONCE: Final = 64
 """New calls that are taken without asking again for each."""
+_EVENTS_AT_ONCE: Final = 256
 
 _log = logging.getLogger(__name__)
 
@@ -75,8 +76,14 @@ class CallServer:
         self._server = _core.Server(tuple(options), False)
         self._server.register_completion_queue(self._queue)
         self._open = 0
+        """Calls that have not ended; this and the next two are the one thread's alone."""
         self._asked = 0
+        """New calls that may still come."""
+        self._shut = False
+        """Nor can any more be asked for."""
         self._stopping = False
+        self._stop_lock = threading.Lock()
+        """A server that is told to stop must not be asked for calls."""
         self._stopped = threading.Event()
 
     def listen(self, address: str, credentials: Any = None) -> int:
@@ -91,15 +98,13 @@ class CallServer:
     def start(self) -> None:
         """Take calls."""
         self._server.start()
-        for _ in range(_ACCEPTED_AT_ONCE):
-            self._ask()
         threading.Thread(target=self._run, name="spanmill-grpc", daemon=True).start()
 
     def stop(self, grace_s: float) -> threading.Event:
         """Take no further call, and cancel those that have not ended after a while; set when all have."""
-        self._stopping = True
-        self._server.shutdown(self._queue, (_SHUTDOWN, None))
-        self._asked += 1
+        with self._stop_lock:
+            self._stopping = True
+            self._server.shutdown(self._queue, (_SHUTDOWN, None))
 
         def cancel() -> None:
             if not self._stopped.wait(grace_s):
@@ -109,16 +114,21 @@ class CallServer:
         return self._stopped
 
     def _ask(self) -> None:
-        self._asked += 1
-        self._server.request_call(self._queue, self._queue, (_REQUEST, None))
+        with self._stop_lock:
+            if not self._stopping:
+                self._server.request_call(self._queue, self._queue, (_REQUEST, None))
+                self._asked += 1
 
     def _run(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            self._ask()
         ticked = time.monotonic()
-        while self._asked or self._open:
+        while self._asked or self._open or not self._shut:
             self._happened(self._queue.poll(time.time() + _TICK_S))
             # What else has happened meanwhile; then there is time to write it down.
-            while self._happened(self._queue.poll(0)):
-                pass
+            for _ in range(_EVENTS_AT_ONCE):
+                if not self._happened(self._queue.poll(0)):
+                    break
             # This thread is the only one: whatever happens, it goes on.
             try:
                 self._idle()
@@ -137,8 +147,7 @@ class CallServer:
         what, call = event.tag
         if what is _REQUEST:
             self._asked -= 1
-            if not self._stopping:
-                self._ask()
+            self._ask()
             if event.success:
                 self._open += 1
                 call = Call(event)
@@ -146,7 +155,7 @@ class CallServer:
         elif what is _ENDED:
             self._open -= 1
         elif what is _SHUTDOWN:
-            self._asked -= 1
+            self._shut = True
         else:
             self._guarded(what, call, event.batch_operations[0].message())
         return True

@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +314,30 @@ def test_an_address_that_is_not_ours_stops_the_start(
     config = ServeConfig(out=tmp_path, grpc=Address(host, 4317), http=Address("127.0.0.1", 0))
     with pytest.raises(ListenError, match=f"--grpc {host}:4317 cannot be listened on: .*({cause})"):
         start_receiver(config, journal)
+
+
+def test_a_stop_ends_whatever_is_just_coming(tmp_path: Path) -> None:
+    """New calls are answered or refused until the last, and then nothing is waited for."""
+    for number in range(8):
+        done = threading.Event()
+        with JournalWriter(tmp_path / str(number)) as journal:
+            free = Address("127.0.0.1", 0)
+            config = ServeConfig(out=tmp_path, journal=journal.directory, grpc=free, http=free)
+            receiver = start_receiver(config, journal)
+
+            def send(receiver: Receiver = receiver, done: threading.Event = done) -> None:
+                with exporting(receiver) as export:
+                    while not done.is_set():
+                        with suppress(grpc.RpcError):
+                            export(traces("x"))
+
+            threads = [threading.Thread(target=send) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.01 * number)
+            begun = time.monotonic()
+            receiver.stop(30)
+            assert time.monotonic() - begun < 15
+            done.set()
+            for thread in threads:
+                thread.join()
