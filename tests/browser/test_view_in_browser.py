@@ -1,3 +1,4 @@
+import json
 import re
 import subprocess
 import sys
@@ -7,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from browsing import DESKTOP, LOW_CONTRAST, PHONE, Watched, launch, viewing
 from desk import Desk, make_tokenizer, rollout, write_desk
 from playwright.sync_api import Browser, expect, sync_playwright
 
+import spanmill
 from spanmill.adapters import adapt
 from spanmill.triplets.records import Rollout
 from spanmill.triplets.writer import DatasetWriter
@@ -22,7 +25,6 @@ HOSTILE = (
     "<script>alert('x')</script>\"'><img src=x onerror=alert(1)><svg onload=alert(2)>{{7*7}}${alert(3)}\u202e\u0000"
 )
 ROLLOUT = "rollout?id=desk%2Fv0%2F000-5"
-"""It has two Episodes: one of its prompts was rendered again."""
 
 
 @pytest.fixture(name="desk", scope="module")
@@ -192,13 +194,16 @@ def test_the_keyboard_is_enough(tab: Watched) -> None:
     expect(page.locator(".readout").first).to_have_text(re.compile(r"position \d+ · id \d+ · logprob -\d\.\d{4} · p "))
 
 
-def test_where_a_rollout_parted_is_said(tab: Watched) -> None:
-    """The page of a call that could have extended another leads there, and says at which token it did not."""
-    page = tab.open(ROLLOUT)
+def test_where_a_rollout_parted_is_said(tab: Watched, desk: Path) -> None:
+    """A call that could have extended another leads there, and its row says at which token it did not."""
+    rows = spanmill.read_triplets(desk / "data").filter(pl.col("metadata").str.contains('"divergence"')).collect()
+    row = rows.row(0, named=True)
+    parent = json.loads(row["metadata"])["divergence"]["parent_call_id"]
+    page = tab.open(f"rollout?id={row['rollout_id']}")
     apart = page.locator("td", has_text="at token").first
     expect(apart).to_contain_text("new; ")
     apart.get_by_role("link").click()
-    expect(page.locator("h1")).to_have_text("Call chatcmpl-0005-0")
+    expect(page.locator("h1")).to_have_text(f"Call {parent}")
 
 
 def test_what_is_copied_as_python_finds_the_row(tab: Watched) -> None:
