@@ -34,7 +34,7 @@ from spanmill.collector.partition import Piece, deal, key_of, put_together
 from spanmill.collector.spill import cores, spill, write_partitions
 from spanmill.collector.stats import loss_report
 from spanmill.collector.survey import survey
-from spanmill.errors import ConfigError, DatasetError, DecodeError, InputError
+from spanmill.errors import DatasetError, DecodeError, InputError
 from spanmill.storage import Location
 from spanmill.triplets.parts import part_numbers
 from spanmill.triplets.records import Reward
@@ -55,16 +55,12 @@ def build(inputs: Sequence[Location], config: BuildConfig) -> int:
     """
     on_ray = config.engine == "ray"
     here = config.out if isinstance(config.out, Path) else None
-    if on_ray and not here:
-        raise ConfigError(
-            f"--engine ray needs a folder for --out that all machines share, not {config.out}; "
-            "copy the dataset there when it is built"
-        )
-    _check_empty(config.out, goes_on=on_ray)
+    work = build_ray.work_folder(config) if on_ray else None
+    _check_empty(config.out, goes_on=work is not None and work.is_dir())
     table = list(read_rewards(config.rewards)) if config.rewards else []
     with DatasetWriter(config.out) as dataset:
         for left in here.glob(".build-*") if here else ():  # by a build that was killed
-            if not (on_ray and left.name == build_ray.FOLDER):
+            if left != work:
                 rmtree(left)
         _say_what_expired(inputs)
         if on_ray:
@@ -163,7 +159,7 @@ def _check_empty(out: Location, *, goes_on: bool = False) -> None:
 
     With `goes_on` it may also be what a build on Ray left that was cut off.
     """
-    if not out.exists() or (goes_on and (out / build_ray.FOLDER).is_dir()):
+    if goes_on or not out.exists():
         return
     if not out.is_dir():
         raise DatasetError(f"{out} is no folder")

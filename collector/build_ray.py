@@ -4,9 +4,9 @@
                        ── deal ──> pieces ── Ray's shuffle by partition ── put together ──> a folder for each partition
                                                                              the driver commits them in their order
 
-The folder `OUT/.build-ray` is seen by the driver and every worker. It holds the places of each unit's traces and the
-partitions that are done, so a run that was killed is gone on with by the same command: what is done is left out before
-the shuffle. Neither the number of workers nor a run that was cut off changes a byte of the dataset.
+The folder `.build-ray` in OUT, or in --work, is seen by the driver and every worker. It holds the places of each unit's
+traces and the partitions that are done, so a run that was killed is gone on with by the same command: what is done is
+left out before the shuffle. Neither the number of workers nor a run that was cut off changes a byte of the dataset.
 """
 
 import hashlib
@@ -31,7 +31,8 @@ from spanmill.collector.journal import Kind
 from spanmill.collector.partition import Piece, deal, put_together
 from spanmill.collector.spill import cores, rest_collector
 from spanmill.collector.survey import survey
-from spanmill.errors import DatasetError, DecodeError, InputError
+from spanmill.errors import ConfigError, DatasetError, DecodeError, InputError
+from spanmill.storage import Location
 from spanmill.triplets.parts import part_numbers
 from spanmill.triplets.records import Reward
 from spanmill.triplets.schema import ROLLOUTS, TABLES
@@ -47,7 +48,9 @@ Shown = Callable[[Iterable[Any], str, int | None], Iterator[Any]]
 class Work(NamedTuple):
     """What the driver knows before the rows are made."""
 
+    out: Location
     folder: Path
+    """What is in between; seen by the driver and every worker."""
     units: list[Unit]
     partition_bytes: int
     options: Options
@@ -92,19 +95,22 @@ def cluster(workers: int | None) -> Generator[Any]:
             started.shutdown()
 
 
-def prepare(inputs: Sequence[Path], config: BuildConfig, table: Sequence[Reward], partition_bytes: int) -> Work:
+def prepare(inputs: Sequence[Location], config: BuildConfig, table: Sequence[Reward], partition_bytes: int) -> Work:
     """The work folder of these inputs and options: that of a run which was cut off, if it was the same, else a new one.
 
-    Raises InputError if an input cannot be read, DatasetError if rows of another run are committed already.
+    Raises InputError if an input cannot be read, DatasetError if rows of another run are committed already, and
+    ConfigError if nothing says where the folder is.
     """
+    folder = work_folder(config)
+    if folder is None:
+        raise ConfigError(f"--out {config.out} is no folder: --work names one that all workers of Ray share")
     found = [unit for path in inputs for unit in units(path)]
-    folder = config.out / FOLDER
     chosen = options(config)
     told = repr(([unit.stamp() for unit in found], chosen, partition_bytes, table))
     fingerprint = hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
     mark = folder / "fingerprint"
     if not (mark.is_file() and mark.read_text() == fingerprint):
-        if folder.is_dir() and (config.out / ROLLOUTS.name).is_dir() and part_numbers(config.out, ROLLOUTS):
+        if folder.is_dir() and part_numbers(config.out, ROLLOUTS):
             raise DatasetError(
                 f"{config.out} holds part of a build of other inputs or options that was cut off; "
                 "give those again to go on with it, or choose an empty folder"
@@ -113,7 +119,13 @@ def prepare(inputs: Sequence[Path], config: BuildConfig, table: Sequence[Reward]
         for name in ("places", "parts", "rewards"):
             (folder / name).mkdir(parents=True)
         mark.write_text(fingerprint)
-    return Work(folder, found, partition_bytes, chosen)
+    return Work(config.out, folder, found, partition_bytes, chosen)
+
+
+def work_folder(config: BuildConfig) -> Path | None:
+    """Where a build on Ray has what is in between; None if it has nowhere."""
+    parent = config.work or (config.out if isinstance(config.out, Path) else None)
+    return parent and parent / FOLDER
 
 
 # Pass 1: what belongs together
@@ -286,7 +298,7 @@ def commit(work: Work, count: int, dataset: DatasetWriter) -> set[bytes]:
 
     Each makes one part, so as many as the dataset has are committed.
     """
-    committed = len(part_numbers(work.folder.parent, ROLLOUTS))
+    committed = len(part_numbers(work.out, ROLLOUTS))
     missed = set[bytes]()
     filled = 0
     for number in range(count):
@@ -317,4 +329,4 @@ def _linked(part: Path) -> Generator[Path]:
 def finished(work: Work, count: int) -> bool:
     """Whether a run that was cut off had committed everything, the last rows included."""
     filled = sum((_part(work.folder, n) / f"{ROLLOUTS.name}.parquet").exists() for n in range(count))
-    return len(part_numbers(work.folder.parent, ROLLOUTS)) > filled
+    return len(part_numbers(work.out, ROLLOUTS)) > filled

@@ -241,6 +241,10 @@ class BuildConfig(RowConfig):
     engine: Engine = field(
         default="local", metadata=about(parse_engine, "local, or ray: Ray Data on one machine or, by RAY_ADDRESS, many")
     )
+    work: Path | None = field(
+        default=None,
+        metadata=about(parse_path, "with --engine ray, a folder that all its workers share (default: that of --out)"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ from spanmill.collector.retention import EVERYTHING, Keep, retire, take_in
 from spanmill.collector.segment import HEAD_BYTES
 from spanmill.collector.survey import load, survey
 from spanmill.errors import DecodeError, JournalError, SpanmillError
+from spanmill.storage import Location
 from spanmill.triplets.from_tables import rollout_from_tables
 from spanmill.triplets.reader import read_triplets
 from spanmill.triplets.records import Quarantined, Reward, Rollout, Span, received_at
@@ -147,7 +148,7 @@ class Indexer:
     def __init__(
         self,
         folder: Path,
-        out: Path,
+        out: Location,
         choices: Options,
         timing: Timing,
         *,
