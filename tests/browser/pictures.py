@@ -9,9 +9,15 @@ from pathlib import Path
 
 from browsing import Watched, launch, viewing
 from desk import write_desk
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import FloatRect, sync_playwright
 
 import spanmill
+
+SPANS_TO_TOKENS = """() => {
+  const spans = document.querySelector(".waterfall").previousElementSibling.getBoundingClientRect();
+  return [spans.top + scrollY - 8, document.querySelector(".readout").getBoundingClientRect().bottom + scrollY + 8];
+}"""
+"""From the heading of the spans to what is said below the first strip of tokens."""
 
 
 def main() -> None:
@@ -27,7 +33,9 @@ def main() -> None:
             wanted = spanmill.read_rollouts(Path(made) / "data").filter(num_calls=3, num_episodes=1, status="succeeded")
             page = tab.open(f"rollout?id={wanted.collect()['rollout_id'][-1]}")
             page.locator(".trained .l5, .trained .l6").first.hover()
-            page.screenshot(path=folder / "rollout.png", full_page=True)
+            top, bottom = page.evaluate(SPANS_TO_TOKENS)
+            part: FloatRect = {"x": 0, "y": top, "width": 1180, "height": bottom - top}
+            page.screenshot(path=folder / "rollout.png", full_page=True, clip=part)
             browser.close()
     if tab.wrong:
         raise SystemExit("\n".join(tab.wrong))
