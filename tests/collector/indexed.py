@@ -27,7 +27,7 @@ class Service:
     ) -> None:
         self.folder = folder
         self.out = folder / "out"
-        self.now_ns = 1000 * SECOND
+        self.now_ns = 1_000_000 * SECOND
         self.reports: list[str] = []
         self._timing = timing
         self.keep = keep

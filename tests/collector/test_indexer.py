@@ -360,11 +360,11 @@ SPANS = [
 ]
 ACTIONS = st.one_of(
     st.integers(0, len(SPANS) - 1),
-    st.sampled_from(["flush", "restart", "lose index", "reward", "tidy", 5.0, 20.0, 700.0]),
+    st.sampled_from(["flush", "restart", "lose index", "reward", "tidy", 5.0, 20.0, 700.0, -30.0, -5000.0]),
 )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(ACTIONS, max_size=25),
     st.permutations(range(len(SPANS))),
@@ -373,7 +373,7 @@ ACTIONS = st.one_of(
 def test_whatever_happens_the_rows_are_those_of_build(
     tmp_path_factory: pytest.TempPathFactory, actions: list[int | float | str], rest: list[int], workers: list[int]
 ) -> None:
-    """After pauses, duplicates, flushes, kills and losses of the index in any order the newest rows are `build`'s,
+    """After pauses, clocks put back, duplicates, flushes, kills and losses of the index the newest rows are `build`'s,
     whichever worker received what.
     """
     service = Service(tmp_path_factory.mktemp("service"))
