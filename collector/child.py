@@ -114,13 +114,16 @@ class Child:
 
 
 def read_setup(control: int) -> Any:
-    """In the child: what it was given."""
+    """In the child: what it was given. BrokenPipeError if the service is gone already."""
     return pickle.loads(_exactly(control, int.from_bytes(_exactly(control, 4))))
 
 
 def _exactly(control: int, size: int) -> bytes:
     """Not by a buffered reader, which would swallow the commands that follow."""
     data = b""
-    while len(data) < size and (more := os.read(control, size - len(data))):
+    while len(data) < size:
+        more = os.read(control, size - len(data))
+        if not more:
+            raise BrokenPipeError("the service has gone")
         data += more
     return data

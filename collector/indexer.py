@@ -492,7 +492,10 @@ def main() -> int:
     for number in (signals.SIGINT, signals.SIGTERM):
         signals.signal(number, signals.SIG_IGN)  # the service decides, over the pipe, and drains first
     control = sys.stdin.fileno()
-    config: ServeConfig = read_setup(control)
+    try:
+        config: ServeConfig = read_setup(control)
+    except BrokenPipeError:
+        return 1
     try:
         run(config, control, lambda: print("ready", flush=True))
     except BrokenPipeError:
