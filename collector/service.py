@@ -146,12 +146,14 @@ class _Workers:
             for number in range(config.workers)
         ]
         self._running = [True] * config.workers
+        self._ready = False
 
     def await_ready(self) -> None:
         for one in self._workers:
             failure = one.await_ready(START_S)
             if failure:
                 raise JournalError(failure)
+        self._ready = True
 
     def unready(self, reason: str | None) -> None:
         if reason != self._said:
@@ -171,7 +173,7 @@ class _Workers:
             one.send(worker.DRAIN)
         for one in self._workers:
             failure = one.end(deadline + 1)
-            if failure:
+            if failure and self._ready:
                 _log.warning("%s; what it has acknowledged is in the journal", failure)
 
     def kill(self) -> None:

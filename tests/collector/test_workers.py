@@ -328,3 +328,32 @@ def test_kills_of_workers_lose_nothing(tmp_path: Path) -> None:
     assert [] == [call for call, times in found.items() if times > 1]
     build([out / ".journal"], BuildConfig(out=tmp_path / "built"))
     assert newest_rows(tmp_path / "built") == newest_rows(out)
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_start_stops_the_start(tmp_path: Path) -> None:
+    """With its reason, in one line; nothing stays behind."""
+    (tmp_path / "out" / ".journal" / "writer-1.lock").mkdir(parents=True)
+    with Served(tmp_path / "out", "--workers", "2") as service:
+        assert (1, "") == (service.process.wait(30), service.ready)
+    expected = f"spanmill: journal {tmp_path}/out/.journal cannot be written: Is a directory\n"
+    assert expected == service.errors.read_text()
+    (tmp_path / "out" / ".journal" / "writer-1.lock").rmdir()
+    with Served(tmp_path / "out", "--workers", "2") as service:
+        assert 0 == service.stop()
+
+
+@pytest.mark.slow
+def test_a_stop_does_not_wait_for_a_worker_that_hangs(tmp_path: Path) -> None:
+    """After --drain-timeout it is ended; what it had acknowledged is there at the next start."""
+    out = tmp_path / "out"
+    with Served(out, *QUICK, "--workers", "2", "--drain-timeout", "2") as service:
+        send_all(service, 3)
+        os.kill(service.workers()[1], signal.SIGSTOP)
+        begun = time.monotonic()
+        assert 0 == service.stop()
+        assert time.monotonic() - begun < 20
+    assert "the time to drain is over; what it has acknowledged is in the journal" in service.errors.read_text()
+    with Served(out, *QUICK, "--workers", "2") as service:
+        wait_for(lambda: len(rollouts(out, "rollout_id")) == 3)
+        assert 0 == service.stop()
