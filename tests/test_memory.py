@@ -1,6 +1,7 @@
 import asyncio
 import json
 import math
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
@@ -53,10 +54,11 @@ def _plain(found: Any) -> Any:
 
 
 def without_times(rows: Any) -> Any:
-    """What `plain` gives, without start and end."""
+    """What `plain` gives, without start and end, of the spans in its outline too."""
     for row in rows:
         for one in (row, *row["triplets"]):
             del one["started_at"], one["ended_at"]
+        row["metadata"] = re.sub(r'"(start|end)_us":\d+,?', "", row["metadata"])
     return rows
 
 
