@@ -17,6 +17,7 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -72,27 +73,24 @@ def cluster(workers: int | None) -> Generator[Any]:
     """`ray.data` on the cluster that RAY_ADDRESS names, else on one of `workers` processes that ends with this one."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    import ray
-    import ray.data
-    from ray.data.context import ShuffleStrategy
-
-    started, data = cast("Any", ray), cast("Any", ray.data)
-    own = not started.is_initialized()
+    # Where it is not installed a type checker finds neither of them.
+    ray, data = cast("Any", import_module("ray")), cast("Any", import_module("ray.data"))
+    own = not ray.is_initialized()
     if own:
         address = os.environ.get("RAY_ADDRESS")
         local: dict[str, Any] = {} if address else {"num_cpus": workers or cores(), "include_dashboard": False}
-        started.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
     for name in ("ray.data", "ray.data.context"):
         logging.getLogger(name).setLevel(logging.ERROR)  # what it does is said by our own lines
     context: Any = data.DataContext.get_current()
     context.enable_progress_bars = False
     # Tasks alone, no actors: what a killed worker held is made again from what it was made of.
-    context.shuffle_strategy = ShuffleStrategy.SORT_SHUFFLE_PULL_BASED
+    context.shuffle_strategy = data.context.ShuffleStrategy.SORT_SHUFFLE_PULL_BASED
     try:
         yield data
     finally:
         if own:
-            started.shutdown()
+            ray.shutdown()
 
 
 def prepare(inputs: Sequence[Location], config: BuildConfig, table: Sequence[Reward], partition_bytes: int) -> Work:
