@@ -1,6 +1,7 @@
 """Receivers, spans in memory, and programs that emit from a process of their own."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator
@@ -21,6 +22,14 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(OURS):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def usual_hangup() -> Generator[None]:
+    """SIGHUP ends a process, also where the tests run under nohup: what it starts would ignore the signal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture
