@@ -165,6 +165,7 @@ def known_options(given: list[str]) -> None:
     assert set() == named - known
 
 
+@pytest.mark.slow
 def test_commands_that_need_only_a_dataset_run(folder: Path) -> None:
     """Every `show`, `stats` and `export` of the pages ends well, in their order."""
     ran = 0
