@@ -311,3 +311,14 @@ def test_serve_writes_to_a_store_through_kills(store: str, tmp_path: Path) -> No
     assert trace_id("a") in {row["trace_id"] for row in spanmill.read_triplets(there).collect().to_dicts()}
     assert not (tmp_path / "served").exists()
     assert {".lock", ".old", *(table.name for table in TABLES)} >= {key.partition("/")[0] for key in keys(there)}
+
+
+def test_a_build_on_ray_reads_and_writes_stores(store: str, tmp_path: Path) -> None:
+    """With a folder for what is in between, inputs and dataset of a build on Ray may both be in a store."""
+    pytest.importorskip("ray")
+    put(f"{store}/in/spans.binpb", framed("a", "b", "c"), tmp_path)
+    spanmill_command = [sys.executable, "-c", "import sys; from spanmill.cli import main; sys.exit(main())", "build"]
+    on_ray = ["--engine", "ray", "--work", str(tmp_path), "--workers", "1"]
+    for out, options in ((f"{store}/out", on_ray), (str(tmp_path / "local"), [])):
+        subprocess.run([*spanmill_command, f"{store}/in", "--out", out, *options], check=True, capture_output=True)
+    assert rows(str(tmp_path / "local")) == rows(f"{store}/out")
