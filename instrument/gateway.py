@@ -11,7 +11,7 @@ import socket
 import sys
 from asyncio import Task
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final, cast
@@ -52,18 +52,17 @@ def gateway(upstream: str, listen: str = "127.0.0.1:8800", endpoint: str | None 
     host, port = listening.getsockname()[:2]
     config = configuration(upstream)
     server = uvicorn.Server(config)
+
+    def stop(_: int, __: FrameType | None) -> None:
+        server.should_exit = True
+
+    # Until uvicorn has handlers of its own; it hands on what those were told.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     print(f"spanmill gateway: ready listen=http://{host}:{port} upstream={upstream}", flush=True)
-    signal.signal(signal.SIGTERM, _stop)
-    with (
-        suppress(KeyboardInterrupt, SystemExit),  # uvicorn ends in peace, then hands the signal on
-        asyncio.Runner(loop_factory=config.get_loop_factory()) as runner,
-    ):
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(server.serve([listening]))
     return 0 if provider.close() else _undelivered()
-
-
-def _stop(_: int, __: FrameType | None) -> None:
-    sys.exit()
 
 
 def _undelivered() -> int:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, cast
 from urllib.parse import urlencode
 
@@ -92,13 +93,18 @@ def view(dataset: Location, host: str, port: int, tokenizer: Path | None, token_
         listener = config.bind_socket()
     except SystemExit as error:  # uvicorn has logged why
         raise ListenError(f"{host}:{port} cannot be listened on") from error
+    server = uvicorn.Server(config)
+
+    def stop(_: int, __: FrameType | None) -> None:
+        server.should_exit = True
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: None)  # uvicorn ends in peace, then hands the signal on
+        signal.signal(number, stop)  # until uvicorn has handlers of its own; it hands on what those were told
     with listener:
         listener.listen(config.backlog)  # whoever reads the line may connect at once
         shown = f"[{host}]" if ":" in host else host
         print(f"spanmill view of {dataset} at http://{shown}:{listener.getsockname()[1]}/", flush=True)
-        uvicorn.Server(config).run([listener])
+        server.run([listener])
     return 0
 
 

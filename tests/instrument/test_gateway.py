@@ -310,3 +310,18 @@ def test_the_command(stub: Stub, grpc_sink: Sink, clean_environment: None) -> No
         errors,
         [span["attributes"]["spanmill.rollout.id"] for span in grpc_sink.spans()],
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_gateway_that_is_ended_at_once_ends(number: signal.Signals) -> None:
+    """A signal right after the ready line is not lost, whatever of the server has begun by then."""
+    words = ["gateway", "--upstream", "http://127.0.0.1:9", "--listen", "127.0.0.1:0"]
+    for wait in (0.0, 0.01, 0.05):
+        with subprocess.Popen(
+            [str(Path(sys.executable).parent / "spanmill"), *words], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(wait)
+            process.send_signal(number)
+            assert 0 == process.wait(30)
