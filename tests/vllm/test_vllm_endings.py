@@ -13,7 +13,8 @@ from running_vllm import MESSAGES, MODEL, VllmServer, new_rollout, running_serve
 from spanmill import semconv as sc
 from spanmill.triplets.records import Triplet
 
-pytestmark = pytest.mark.vllm
+# A server of its own for nearly every test: `make test-vllm` has the time for them.
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 CHAT = "/v1/chat/completions"
 LONG = {"model": MODEL, "messages": MESSAGES, "max_tokens": 900, "ignore_eos": True, "return_token_ids": True}
