@@ -25,7 +25,7 @@ def _called(events: list[Json]) -> set[str]:
     """The tools that an answer calls, whole or in pieces."""
     found: set[str] = set()
     for choice in (choice for event in events for choice in event["choices"]):
-        message: Json = choice.get("delta") or choice.get("message")
+        message: Json = choice.get("delta") or choice.get("message") or {}  # a last piece may say nothing
         found |= {call["function"]["name"] for call in message.get("tool_calls") or () if call["function"].get("name")}
     return found
 
