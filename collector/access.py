@@ -16,7 +16,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from spanmill.collector.config import Address, ServeConfig
+from spanmill.collector.config import ServeConfig
+from spanmill.collector.config_values import Address
 from spanmill.errors import ConfigError
 
 _LOOK_S: Final = 1.0

@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spanmill.collector import receive_grpc
 from spanmill.collector.access import access_of
-from spanmill.collector.config import Address, ServeConfig
+from spanmill.collector.config import ServeConfig
+from spanmill.collector.config_values import Address
 from spanmill.collector.figures import Figures
 from spanmill.collector.forward import Forwarder
 from spanmill.collector.index_file import INDEX_NAME, unknown_rollouts

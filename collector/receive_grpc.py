@@ -16,7 +16,7 @@ from google.rpc.code_pb2 import INVALID_ARGUMENT, NOT_FOUND, OK, UNIMPLEMENTED
 
 from spanmill.collector.access import Access, Pems, Tls, Tokens
 from spanmill.collector.compression import grpc_encoding
-from spanmill.collector.config import Address
+from spanmill.collector.config_values import Address
 from spanmill.collector.grpc_calls import Call, CallServer
 from spanmill.collector.ingest import RETRY_INFO, Answer, CheckedRequest, Ingest, Lease
 from spanmill.collector.journal import Kind

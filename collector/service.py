@@ -18,7 +18,8 @@ from typing import Final, Protocol
 
 from spanmill.collector import worker
 from spanmill.collector.child import Child
-from spanmill.collector.config import Address, ServeConfig
+from spanmill.collector.config import ServeConfig
+from spanmill.collector.config_values import Address
 from spanmill.collector.figures import shared_memory
 from spanmill.collector.journal import LOCK_S, JournalWriter, lock, seal
 from spanmill.collector.logs import logging_to_stderr

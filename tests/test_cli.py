@@ -9,7 +9,8 @@ import pytest
 
 import spanmill
 from spanmill.cli import main
-from spanmill.collector.config import Address, BuildConfig, ServeConfig
+from spanmill.collector.config import BuildConfig, ServeConfig
+from spanmill.collector.config_values import Address
 from spanmill.errors import DatasetError
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import grpc
 
-from spanmill.collector.config import Address
+from spanmill.collector.config_values import Address
 
 SPANMILL = Path(sys.executable).with_name("spanmill")
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"

@@ -16,7 +16,8 @@ from made_spans import make_request, make_span
 
 from spanmill.collector import access
 from spanmill.collector.access import Tokens
-from spanmill.collector.config import Address, ServeConfig
+from spanmill.collector.config import ServeConfig
+from spanmill.collector.config_values import Address
 from spanmill.collector.journal import JournalWriter, read
 from spanmill.collector.receive import Receiver, start_receiver
 from spanmill.errors import ConfigError

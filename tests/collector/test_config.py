@@ -4,15 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from spanmill.collector.config import (
-    Address,
-    BuildConfig,
-    ServeConfig,
-    load,
-    load_config,
-    parse_address,
-    parse_duration,
-)
+from spanmill.collector.config import BuildConfig, ServeConfig, load, load_config
+from spanmill.collector.config_values import Address, parse_address, parse_duration
 from spanmill.errors import ConfigError
 
 

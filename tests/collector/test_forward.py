@@ -15,7 +15,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from served import FREE, wait_for
 
 from spanmill.collector import forward
-from spanmill.collector.config import Address, ServeConfig
+from spanmill.collector.config import ServeConfig
+from spanmill.collector.config_values import Address
 from spanmill.collector.forward import Forwarder, Request
 from spanmill.collector.ingest import Answer, Ingest
 from spanmill.collector.journal import JournalWriter, Kind, read

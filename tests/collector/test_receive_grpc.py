@@ -29,7 +29,8 @@ from opentelemetry.sdk._logs.export import SimpleLogRecordProcessor
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
-from spanmill.collector.config import Address, ServeConfig, load_config
+from spanmill.collector.config import ServeConfig, load_config
+from spanmill.collector.config_values import Address
 from spanmill.collector.journal import JournalWriter, Kind, read
 from spanmill.collector.receive import Receiver, start_receiver
 from spanmill.errors import ListenError

@@ -35,7 +35,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from spanmill.collector.config import Address, ServeConfig
+from spanmill.collector.config import ServeConfig
+from spanmill.collector.config_values import Address
 from spanmill.collector.journal import JournalWriter, Kind, read
 from spanmill.collector.receive import Receiver, start_receiver
 from spanmill.collector.rewards import decode

@@ -11,7 +11,8 @@ from made_spans import make_call, make_request, make_rollout
 from served import QUICK, Served, alive, wait_for
 
 from spanmill.collector.build import build
-from spanmill.collector.config import Address, BuildConfig, ServeConfig
+from spanmill.collector.config import BuildConfig, ServeConfig
+from spanmill.collector.config_values import Address
 from spanmill.collector.service import serve
 from spanmill.errors import DatasetError, JournalError, ListenError
 from spanmill.triplets.writer import DatasetWriter
