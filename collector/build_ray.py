@@ -33,7 +33,7 @@ from spanmill.collector.partition import Piece, deal, put_together
 from spanmill.collector.spill import cores, rest_collector
 from spanmill.collector.survey import survey
 from spanmill.errors import ConfigError, DatasetError, DecodeError, InputError
-from spanmill.storage import Location
+from spanmill.storage import Location, sync
 from spanmill.triplets.parts import part_numbers
 from spanmill.triplets.records import Reward
 from spanmill.triplets.schema import ROLLOUTS, TABLES
@@ -104,7 +104,7 @@ def prepare(inputs: Sequence[Location], config: BuildConfig, table: Sequence[Rew
         raise ConfigError(f"--out {config.out} is no folder: --work names one that all workers of Ray share")
     found = [unit for path in inputs for unit in units(path)]
     chosen = options(config)
-    told = repr(([unit.stamp() for unit in found], chosen, partition_bytes, table))
+    told = repr((str(config.out), [unit.stamp() for unit in found], chosen, partition_bytes, table))
     fingerprint = hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
     mark = folder / "fingerprint"
     if not (mark.is_file() and mark.read_text() == fingerprint):
@@ -135,8 +135,8 @@ def survey_units(data: Any, work: Work, components: Components, traces: "UnitTra
     rows = data.from_items(numbered, override_num_blocks=len(numbered)).flat_map(_survey_unit)
     rewards, requests, unreadable, why = list[Reward](), 0, 0, ""
     for row in shown(rows.iter_rows(), "surveying", None):
-        if row["why"].startswith("!"):
-            raise InputError(row["why"][1:])
+        if row["failed"]:
+            raise InputError(row["failed"])
         found: list[Found] = pickle.loads(row["found"])
         components.add(found)
         traces.add(row["unit"], [one.trace for one in found])
@@ -148,7 +148,7 @@ def survey_units(data: Any, work: Work, components: Components, traces: "UnitTra
 def _survey_unit(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     rest_collector()
     requests = iter(read_unit(pickle.loads(row["what"])))
-    ended = False
+    ended, failed = False, ""
     while not ended:
         found, rewards, count, unreadable, why = dict[str, Found](), list[Reward](), 0, 0, ""
         ended = True
@@ -167,7 +167,7 @@ def _survey_unit(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
                     ended = False
                     break
         except InputError as error:  # Ray would wrap it into an error of its own
-            why = f"!{error}"
+            failed = str(error)
         yield {
             "unit": row["unit"],
             "found": pickle.dumps(list(found.values())),
@@ -175,6 +175,7 @@ def _survey_unit(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "requests": count,
             "unreadable": unreadable,
             "why": why,
+            "failed": failed,
         }
 
 
@@ -307,19 +308,24 @@ def commit(work: Work, count: int, dataset: DatasetWriter) -> set[bytes]:
         filled += 1
         if filled <= committed:
             continue
-        with _linked(part) as taken:
+        with _copied(part, work.out if isinstance(work.out, Path) else part.parent) as taken:
             dataset.take(taken)
     return missed
 
 
 @contextmanager
-def _linked(part: Path) -> Generator[Path]:
-    """The files of a part in a folder from which they may be taken: a run that is killed meanwhile has them still."""
-    folder = part.with_suffix(".take")
+def _copied(part: Path, near: Path) -> Generator[Path]:
+    """The files of a part in a folder, in `near`, from which they may be taken: a run that is killed has them still."""
+    folder = near / ".build-take"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for table in TABLES:
-        os.link(part / f"{table.name}.parquet", folder / f"{table.name}.parquet")
+        name = f"{table.name}.parquet"
+        try:
+            os.link(part / name, folder / name)
+        except OSError:  # --work is on another disk
+            shutil.copyfile(part / name, folder / name)
+            sync(folder / name)
     yield folder
     shutil.rmtree(folder)
 

@@ -88,11 +88,14 @@ class Unit(NamedTuple):
     """Whether it is a file that was found in a folder, which may hold others."""
 
     def stamp(self) -> tuple[str, int, int | str]:
-        """Changes when what it holds does."""
+        """Changes when what it holds does. Raises InputError if it is not there."""
         path = self.path if self.segment is None else _segment_path(self.path, self.segment)
         if isinstance(path, ObjectPath):
             return str(path), *path.stamp()
-        stat = path.stat()
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
         return str(path.absolute()), stat.st_size, stat.st_mtime_ns
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from spanmill.collector.stats import FATES
 from spanmill.errors import DatasetError
 from spanmill.storage import Where
 from spanmill.triplets.flags import in_words
@@ -35,7 +36,6 @@ ANSWER: Final = 12
 """Tokens shown at each end of an answer."""
 TEXT: Final = 200
 """Characters shown of an answer."""
-FATES: Final = ("trained", "masked", "superseded", "quarantined")
 CONTROL: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories of what a terminal obeys instead of showing it: escapes, newlines, changes of direction."""
 

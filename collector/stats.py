@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import polars as pl
 
 from spanmill.storage import Where
 from spanmill.triplets.reader import read_episodes, read_quarantine, read_rollouts, read_triplets
 
-_FATES = ("trained", "masked", "superseded", "quarantined")
+FATES: Final = ("trained", "masked", "superseded", "quarantined")
 """What may become of a sampled token; `tokens_captured` is their sum, always."""
 
 _ROLLOUT = ("rollout_id", "attempt")
@@ -79,14 +79,14 @@ def _calls(rollouts: pl.DataFrame, triplets: pl.DataFrame) -> Iterator[_Line]:
 def _tokens(rollouts: pl.DataFrame) -> Iterator[_Line]:
     captured = int(rollouts["tokens_captured"].sum())
     yield _Line("tokens sampled", captured)
-    yield from (_part(fate, int(rollouts[f"tokens_{fate}"].sum()), captured) for fate in _FATES)
+    yield from (_part(fate, int(rollouts[f"tokens_{fate}"].sum()), captured) for fate in FATES)
 
 
 def _conservation(rollouts: pl.DataFrame, episodes: pl.DataFrame) -> Iterator[_Line]:
     """Whether every sampled token is accounted for, and each that counts as trained is in a loss mask once."""
     masks = episodes.group_by(_ROLLOUT).agg(pl.col("trained").sum())
     wrong = rollouts.join(masks, on=_ROLLOUT, how="left").filter(
-        (pl.col("tokens_captured") != pl.sum_horizontal(f"tokens_{fate}" for fate in _FATES))
+        (pl.col("tokens_captured") != pl.sum_horizontal(f"tokens_{fate}" for fate in FATES))
         | (pl.col("tokens_trained") != pl.col("trained").fill_null(0))
     )
     if wrong.is_empty():
@@ -111,8 +111,13 @@ def _episodes(episodes: pl.DataFrame) -> Iterator[_Line]:
 
 def _counts(values: pl.Series, total: int | None = None, label: str = "") -> Iterator[_Line]:
     """A line per distinct value, the most frequent first, ties by name."""
-    counted = values.value_counts(name="times").sort("times", values.name, descending=[True, False])
-    yield from (_part(f"{label}{value}", times, total or values.len()) for value, times in counted.rows())
+    yield from (_part(f"{label}{value}", times, total or values.len()) for value, times in counted(values))
+
+
+def counted(values: pl.Series) -> list[tuple[str, int]]:
+    """(value, times) of every distinct value, the most frequent first, ties by name; nulls are left out."""
+    counts = values.drop_nulls().value_counts(name="times")
+    return counts.sort("times", values.name, descending=[True, False]).rows()
 
 
 def _part(label: str, part: int, total: int) -> _Line:

@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar
 
 import polars as pl
 
+from spanmill.collector.stats import FATES, counted
 from spanmill.storage import Location
 from spanmill.triplets.parts import part_numbers
 from spanmill.triplets.reader import read_episodes, read_quarantine, read_rollout, read_rollouts, read_triplets
@@ -25,7 +26,6 @@ SORTS: Final = {
     "trained": "tokens_trained",
 }
 """What the table of rollouts may be sorted by: the name in an address, and its column."""
-FATES: Final = ("trained", "masked", "superseded", "quarantined")
 _LISTED: Final = (
     "rollout_id",
     "attempt",
@@ -163,7 +163,7 @@ class Data:
             "agent": calls["agent"],
             "version": calls["policy_version"],
         }
-        return {name: [value for value, _ in _counted(values)[:50]] for name, values in columns.items()}
+        return {name: [value for value, _ in counted(values)[:50]] for name, values in columns.items()}
 
     # The whole dataset
 
@@ -191,13 +191,13 @@ class Data:
             "captured": captured,
             "fates": fates,
             "conserved": captured == sum(fates.values()),
-            "status": _counted(frame["status"]),
-            "closed_by": _counted(frame["closed_by"]),
-            "flags": _counted(frame["flags"].explode()),
-            "call_flags": _counted(calls["flags"].explode()),
-            "why_untrained": _counted(untrained["flags"].explode()),
-            "episode_flags": _counted(episodes["flags"].explode()),
-            "quarantine": _counted(read_quarantine(self.path).select("reason").collect()["reason"]),
+            "status": counted(frame["status"]),
+            "closed_by": counted(frame["closed_by"]),
+            "flags": counted(frame["flags"].explode()),
+            "call_flags": counted(calls["flags"].explode()),
+            "why_untrained": counted(untrained["flags"].explode()),
+            "episode_flags": counted(episodes["flags"].explode()),
+            "quarantine": counted(read_quarantine(self.path).select("reason").collect()["reason"]),
         }
 
     def curves(self) -> Mapping[str, Any]:
@@ -246,12 +246,6 @@ class Data:
         columns = (*_LISTED, "group_size")
         own = self.rollouts().filter(pl.col("group_id") == group_id).select(columns)
         return own.sort(_KEY).head(1000).collect().to_dicts()
-
-
-def _counted(values: pl.Series) -> list[tuple[str, int]]:
-    """(value, times), the most frequent first, ties by name; nulls are left out."""
-    counted = values.drop_nulls().value_counts(name="times")
-    return counted.sort("times", values.name, descending=[True, False]).rows()
 
 
 def _over_time(rewards: pl.DataFrame) -> list[tuple[Any, float, int]]:

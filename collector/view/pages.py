@@ -5,8 +5,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from spanmill.collector.stats import FATES
 from spanmill.collector.view import plots
-from spanmill.collector.view.data import FATES, PAGE_ROWS, SORTS, Data, Listed, Row, Wanted, spread
+from spanmill.collector.view.data import PAGE_ROWS, SORTS, Data, Listed, Row, Wanted, spread
 from spanmill.collector.view.strips import WINDOW, TextOf, call_strip, episode_strip
 from spanmill.collector.view.talk import messages_of
 from spanmill.collector.view.waterfall import waterfall

@@ -240,10 +240,10 @@ def older(folder: Location, age_s: float, now_s: float) -> list[Path] | list[Obj
     return folder.older(now_s - age_s)
 
 
-def sync(folder: Location) -> None:
-    """Make renames in a folder durable; in a store what is done is durable."""
-    if isinstance(folder, Path):
-        descriptor = os.open(folder, os.O_RDONLY)
+def sync(place: Location) -> None:
+    """Make a file, or renames in a folder, durable; in a store what is done is durable."""
+    if isinstance(place, Path):
+        descriptor = os.open(place, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from made_spans import make_request, make_rollout, make_span
@@ -103,6 +104,8 @@ def test_inputs_that_cannot_be_read_are_said(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("{not json\n")
     with pytest.raises(InputError, match="holds no OTLP"):
         build([tmp_path / "bad.jsonl"], BuildConfig(out=tmp_path / "out", engine="ray"))
+    with pytest.raises(InputError, match=r"absent\.jsonl cannot be read: No such file"):
+        build([tmp_path / "absent.jsonl"], BuildConfig(out=tmp_path / "out", engine="ray"))
 
 
 def test_other_inputs_do_not_go_on_with_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,18 +116,32 @@ def test_other_inputs_do_not_go_on_with_a_build(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patched:
         taken = iter(range(2))
 
-        def cut_off(part: Path) -> AbstractContextManager[Path]:
+        def cut_off(part: Path, near: Path) -> AbstractContextManager[Path]:
             next(taken)
-            return link(part)
+            return copied(part, near)
 
-        link = build_ray._linked  # pyright: ignore[reportPrivateUsage]
-        patched.setattr(build_ray, "_linked", cut_off)
+        copied = build_ray._copied  # pyright: ignore[reportPrivateUsage]
+        patched.setattr(build_ray, "_copied", cut_off)
         with pytest.raises((StopIteration, RuntimeError)):
             build([journal], BuildConfig(out=tmp_path / "out", engine="ray"))
     with pytest.raises(DatasetError, match="cut off"):
         build([journal_of(tmp_path, "other", 1)], BuildConfig(out=tmp_path / "out", engine="ray"))
     build([journal], BuildConfig(out=tmp_path / "out", engine="ray"))
     assert files(tmp_path / "whole") == files(tmp_path / "out")
+
+
+def test_work_on_another_disk(tmp_path: Path) -> None:
+    """What is in between may be on another file system than the dataset, and is no other dataset's."""
+    journal = journal_of(tmp_path, "journal", 3)
+    build([journal], BuildConfig(out=tmp_path / "local"))
+    with TemporaryDirectory(dir="/dev/shm") as other:
+        build([journal], BuildConfig(out=tmp_path / "ray", engine="ray", work=Path(other)))
+        assert [] == list(Path(other).iterdir())
+        (Path(other) / build_ray.FOLDER).mkdir()
+        with pytest.raises(DatasetError):
+            build([journal], BuildConfig(out=tmp_path / "local", engine="ray", work=Path(other)))
+    assert files(tmp_path / "local") == files(tmp_path / "ray")
+    assert [] == list((tmp_path / "ray").glob(".build*"))
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
@@ -274,8 +275,6 @@ def test_a_dataset_that_is_not_there_yet(tmp_path: Path) -> None:
 def test_rows_of_another_shape_are_said_to_be(dataset: Path) -> None:
     """A column that is not there makes a page that says so, not a traceback."""
     (file,) = (dataset / "rollouts").glob("*.parquet")
-    import pyarrow.parquet as pq
-
     table = pq.ParquetFile(file).read()
     pq.write_table(table.drop_columns(["status"]), file)
     with client_of(dataset) as client:
