@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
@@ -34,7 +34,7 @@ import grpc
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "collector"))
 
 from dataset_rows import newest_rows
-from made_spans import Span, make_call, make_request, make_rollout
+from made_spans import endless_requests, make_request
 from served import EXPORT, QUICK, Served, alive, wait_for
 
 from spanmill.collector import journal
@@ -46,23 +46,6 @@ ENDS = ("service", "both", "power")
 """Deaths of a whole service."""
 
 
-def requests(rng: random.Random, name: str) -> Iterator[list[Span]]:
-    """Requests without end: three rollouts at a time, mixed and cut; some never end, some spans come twice."""
-    number = 0
-    while True:
-        spans: list[Span] = []
-        for _ in range(3):
-            number += 1
-            whole = make_rollout(f"{name}-{number}", calls=rng.randint(1, 4))
-            spans += whole if rng.random() < 0.7 else [make_call(f"{name}-t{number}", "call"), *whole[:-1]]
-        spans += rng.sample(spans, 2)
-        rng.shuffle(spans)
-        while spans:
-            size = rng.randint(1, 4)
-            yield spans[:size]
-            spans = spans[size:]
-
-
 class Client:
     """Sends one request after the other, each until it is acknowledged, to whatever service there is."""
 
@@ -70,7 +53,7 @@ class Client:
         self.bodies = set[bytes]()
         """The requests that were acknowledged by the service of the moment."""
         self.address: str | None = None
-        self._requests = requests(rng, name)
+        self._requests = endless_requests(rng, name)
         self._notes = notes
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run)

@@ -1,8 +1,9 @@
 """Requests made for tests: roots, calls with token ids, and what reports the end of a rollout, as OTLP protobuf."""
 
 import hashlib
+import random
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -65,6 +66,23 @@ def make_rollout(name: str, calls: int = 2, root: Mapping[str, object] | None = 
         *(make_call(name, f"call-{turn}", turn) for turn in range(calls)),
         make_span(name, "root", attributes={**ended, **(root or {})}),
     ]
+
+
+def endless_requests(rng: random.Random, name: str) -> Iterator[list[Span]]:
+    """Requests without end: three rollouts at a time, mixed and cut; some never end, some spans come twice."""
+    number = 0
+    while True:
+        spans: list[Span] = []
+        for _ in range(3):
+            number += 1
+            whole = make_rollout(f"{name}-{number}", calls=rng.randint(1, 4))
+            spans += whole if rng.random() < 0.7 else [make_call(f"{name}-t{number}", "call"), *whole[:-1]]
+        spans += rng.sample(spans, 2)
+        rng.shuffle(spans)
+        while spans:
+            size = rng.randint(1, 4)
+            yield spans[:size]
+            spans = spans[size:]
 
 
 def make_request(*spans: Span) -> bytes:

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 from dataset_rows import newest_rows
-from made_spans import Span, make_call, make_request, make_rollout
+from made_spans import Span, endless_requests, make_request
 from served import EXPORT, QUICK, Served
 
 from spanmill.collector.build import build
@@ -24,23 +24,6 @@ from spanmill.triplets.reader import read_triplets
 
 CRASHES = int(os.environ.get("SPANMILL_CRASHES", "3"))
 SEED = int(os.environ.get("SPANMILL_CRASH_SEED", str(time.time_ns() % 1_000_000)))
-
-
-def requests(rng: random.Random) -> Iterator[list[Span]]:
-    """Requests without end: three rollouts at a time, mixed and cut; some never end, some spans come twice."""
-    number = 0
-    while True:
-        spans: list[Span] = []
-        for _ in range(3):
-            number += 1
-            whole = make_rollout(f"r{number}", calls=rng.randint(1, 4))
-            spans += whole if rng.random() < 0.7 else [make_call(f"t{number}", "call"), *whole[:-1]]
-        spans += rng.sample(spans, 2)
-        rng.shuffle(spans)
-        while spans:
-            size = rng.randint(1, 4)
-            yield spans[:size]
-            spans = spans[size:]
 
 
 def calls_in(spans: list[Span]) -> set[str]:
@@ -76,7 +59,7 @@ def test_no_acknowledged_span_is_lost_or_doubled(tmp_path: Path, crashes: int) -
     print(f"SPANMILL_CRASH_SEED={SEED}")
     rng = random.Random(SEED)
     out = tmp_path / "out"
-    client = Client(requests(rng))
+    client = Client(endless_requests(rng, "r"))
     for crash in range(crashes):
         with Served(out, *QUICK) as service, ThreadPoolExecutor(1) as thread:
             running = thread.submit(client.run, service.address)

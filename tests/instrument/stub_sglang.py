@@ -4,11 +4,11 @@ What it samples depends on the number of the sample alone, so that a test knows 
 """
 
 import json
-import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
+
+from stub_server import Speaking, serving
 
 Json = dict[str, Any]
 
@@ -236,51 +236,23 @@ def stub_sglang() -> Generator[Stub]:
         "/generate": generate_events,
     }
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(Speaking):
         def do_GET(self) -> None:
             known = self.path == "/model_info"
-            self._send(200 if known else 404, INFO if known else {"detail": "Not Found"})
+            self.send_json(200 if known else 404, INFO if known else {"detail": "Not Found"})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             stub.sent.append(body)
             stub.paths.append(self.path)
             if self.path not in whole:
-                self._send(404, {"detail": "Not Found"})
+                self.send_json(404, {"detail": "Not Found"})
             elif self.path.endswith("/chat/completions") and body.get("stream") and body.get("return_token_ids"):
-                self._send(400, {"object": "error", "message": REFUSAL, "type": "BadRequestError", "code": 400})
+                self.send_json(400, {"object": "error", "message": REFUSAL, "type": "BadRequestError", "code": 400})
             elif body.get("stream"):
-                self._stream(streamed[self.path](stub, body))
+                self.send_events(streamed[self.path](stub, body))
             else:
-                self._send(200, whole[self.path](stub, body))
+                self.send_json(200, whole[self.path](stub, body))
 
-        def _send(self, status: int, body: Any) -> None:
-            content = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def _stream(self, events: Iterator[Json]) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream; charset=utf-8")
-            self.send_header("Connection", "close")
-            self.end_headers()
-            self.close_connection = True
-            for event in events:
-                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            self.wfile.write(b"data: [DONE]\n\n")
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Keep the test's output clean."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    stub.url = f"http://127.0.0.1:{server.server_port}"
-    yield stub
-    server.shutdown()
-    server.server_close()
+    with serving(Handler) as stub.url:
+        yield stub

@@ -4,12 +4,11 @@ What it samples depends on the number of the choice alone, so that a test knows 
 """
 
 import json
-import threading
-import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
+
+from stub_server import Speaking, serving
 
 Json = dict[str, Any]
 
@@ -142,60 +141,24 @@ def stub_vllm() -> Generator[Stub]:
     """A running stub."""
     stub = Stub()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(Speaking):
         def do_GET(self) -> None:
             stub.probes += 1
-            self._send(404 if stub.version is None else 200, stub.version or {"detail": "Not Found"})
+            self.send_json(404 if stub.version is None else 200, stub.version or {"detail": "Not Found"})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             stub.received.append(Received(self.path, {k.lower(): v for k, v in self.headers.items()}, body))
             refused = [name for name in stub.unknown if name in body]
             if refused:
-                self._send(400, {"error": {"message": f"Unrecognized request argument supplied: {refused[0]}"}})
+                self.send_json(400, {"error": {"message": f"Unrecognized request argument supplied: {refused[0]}"}})
             elif stub.fails:
                 stub.fails -= 1
-                self._send(500, {"error": {"message": "try again"}})
+                self.send_json(500, {"error": {"message": "try again"}})
             elif body.get("stream"):
-                self._stream(chunks(stub, body, chat=self.path.endswith("/chat/completions")))
+                self.send_events(chunks(stub, body, chat=self.path.endswith("/chat/completions")), stub.delay_s)
             else:
-                self._send(200, whole(stub, body, chat=self.path.endswith("/chat/completions")))
+                self.send_json(200, whole(stub, body, chat=self.path.endswith("/chat/completions")))
 
-        def _send(self, status: int, body: Json) -> None:
-            content = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def _stream(self, events: Iterator[Json]) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream; charset=utf-8")
-            self.send_header("Connection", "close")
-            self.end_headers()
-            self.close_connection = True
-            for number, event in enumerate(events):
-                if number:
-                    time.sleep(stub.delay_s)
-                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            self.wfile.write(b"data: [DONE]\n\n")
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Keep the test's output clean."""
-
-    class Server(ThreadingHTTPServer):
-        request_queue_size = 128  # many clients may come at once
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """A client that goes away is what some tests are about."""
-
-    server = Server(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    stub.url = f"http://127.0.0.1:{server.server_port}"
-    yield stub
-    server.shutdown()
-    server.server_close()
+    with serving(Handler) as stub.url:
+        yield stub
