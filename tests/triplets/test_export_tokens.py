@@ -69,6 +69,7 @@ def _with_own_logprobs(episode: Episode, known: dict[str, Any]) -> Sequence:
     return Sequence(tuple(map(int, episode.input_ids)), tuple(sampled))
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.tuples(*(rollouts(f"rollout-{number}") for number in range(3))))
 def test_every_export_trains_the_same_tokens(made: tuple[Rollout, ...]) -> None:
