@@ -123,7 +123,8 @@ def test_signals_reach_the_command(number: signal.Signals, grpc_sink: Sink, comm
 import signal, sys, time
 signal.signal({int(number)}, lambda *_: sys.exit(9))
 print("ready", flush=True)
-time.sleep(60)
+while True:
+    time.sleep(0.05)  # a signal just before one long sleep would lie until it ends
 """
     process = command(PYTHON, "-c", child, rollout_id="r1", endpoint=grpc_sink.endpoint)
     assert process.stdout is not None
@@ -140,7 +141,8 @@ def test_a_command_that_outlives_ctrl_c_and_ends_well_succeeded(grpc_sink: Sink,
 import time
 try:
     print("ready", flush=True)
-    time.sleep(60)
+    while True:
+        time.sleep(0.05)
 except KeyboardInterrupt:
     pass
 """

@@ -196,7 +196,8 @@ import os, signal, subprocess, sys, time
 signal.signal({int(number)}, lambda *_: (print("bye"), sys.exit(int(sys.argv[1]))))
 print(subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL).pid, flush=True)
 open({str(tmp_path)!r} + "/ready-" + sys.argv[1], "w")
-time.sleep(60)
+while True:
+    time.sleep(0.05)  # a signal just before one long sleep would lie until it ends
 """
     tasks = [{"n": 0}, {"n": 5}, {"n": 6}]
     process = run_many(tasks, "--parallel", "2", "--retries", "3", "--", sys.executable, "-c", child, "{n}")
