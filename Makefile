@@ -42,12 +42,6 @@ test-cluster: .venv/cluster.installed
 test-cluster-short: .venv/cluster.installed
 	$(BIN)/pytest -m "not slow" tests/cluster
 
-test-cluster: .venv/cluster.installed
-	$(BIN)/pytest tests/cluster
-
-test-cluster-short: .venv/cluster.installed
-	$(BIN)/pytest -m "not slow" tests/cluster
-
 test-browser: .venv/dev.installed
 	tests/browser/get.sh && $(BIN)/pytest tests/browser
 

@@ -133,9 +133,10 @@ class Index:
                 component.newest_ns = min(component.newest_ns, now_ns)
                 component.looked_ns = min(component.looked_ns, now_ns)
                 component.opened_ns = _earliest(component.opened_ns, now_ns)
-                if component.signal_ns is not None:
+                if component.until_ns is not None:  # by other waits, perhaps: it is put together once more
+                    component.signal_ns, component.until_ns = component.newest_ns, None
+                elif component.signal_ns is not None:
                     component.signal_ns = min(component.signal_ns, now_ns)
-                component.until_ns = None
 
     def _gathered(self, entries: Iterable[Seen], now_ns: int) -> dict[str, _Gathered]:
         traces = dict[str, _Gathered]()

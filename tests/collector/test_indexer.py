@@ -220,6 +220,20 @@ def test_a_kill_between_rows_and_index_writes_nothing_twice(service: Service, mo
     assert newest_rows(service.built()) == newest_rows(service.out)
 
 
+def test_what_was_looked_at_too_early_is_not_forgotten_by_a_restart(service: Service) -> None:
+    """A rollout that had ended and not yet settled closes by its end, not by the long wait of one that never ended."""
+    call, *rest = make_rollout("r")
+    service.receive(*rest)
+    for _ in range(2):
+        assert 0 == service.work(9)
+        service.receive(call)
+    assert 0 == service.work(4)  # twice the settling time after the end
+    service.restart()
+    assert 0 == service.work()
+    assert 1 == service.work(6)
+    assert [("r", "end")] == rollouts(service.out, "rollout_id", "closed_by")
+
+
 def _killed(*_: object) -> None:
     raise KeyboardInterrupt
 
