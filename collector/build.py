@@ -8,7 +8,6 @@ stand: neither the order in which requests came nor the number of processes chan
 
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import chain, islice
@@ -25,12 +24,12 @@ from spanmill.collector import build_ray
 from spanmill.collector import rewards as posted
 from spanmill.collector.components import Components, Place
 from spanmill.collector.config import BuildConfig
-from spanmill.collector.expired import LIST_NAME, read_expired
+from spanmill.collector.expired import LIST_NAME, Batch, read_expired
 from spanmill.collector.index import Found
 from spanmill.collector.indexer import options
 from spanmill.collector.inputs import Request, read_requests, read_rewards
 from spanmill.collector.journal import Kind
-from spanmill.collector.partition import Piece, deal, key_of, put_together
+from spanmill.collector.partition import Known, Piece, deal, key_of, put_together
 from spanmill.collector.spill import cores, spill, write_partitions
 from spanmill.collector.stats import loss_report
 from spanmill.collector.survey import survey
@@ -62,18 +61,23 @@ def build(inputs: Sequence[Location], config: BuildConfig) -> int:
         for left in here.glob(".build-*") if here else ():  # by a build that was killed
             if left != work:
                 rmtree(left)
-        _say_what_expired(inputs)
+        expired = _expired(inputs)
         if on_ray:
-            _build_on_ray(inputs, table, dataset, config)
+            _build_on_ray(inputs, table, expired, dataset, config)
         else:
             with TemporaryDirectory(prefix=".build-", dir=here) as folder:
-                _build(_Recorded(inputs), table, dataset, config, Path(folder))
+                _build(_Recorded(inputs), table, expired, dataset, config, Path(folder))
     print(loss_report(config.out), end="")
     return 0
 
 
 def _build(
-    recorded: "_Recorded", table: Sequence[Reward], dataset: DatasetWriter, config: BuildConfig, folder: Path
+    recorded: "_Recorded",
+    table: Sequence[Reward],
+    expired: Sequence[Batch],
+    dataset: DatasetWriter,
+    config: BuildConfig,
+    folder: Path,
 ) -> None:
     with closing(Components(folder / "components.sqlite")) as components:
         held = _survey(recorded, components)
@@ -87,17 +91,17 @@ def _build(
             pieces = list[Piece]()
         else:
             pieces = list(_dealt(recorded, held, components))
-    rewards = _by_partition(given, places)
+        known = _known(count, given, places, expired, components)
     missed = set[bytes]()
     if held is None:
         workers = config.workers or cores()
-        done = write_partitions(folder, count, rewards, options(config), workers)
+        done = write_partitions(folder, known, options(config), workers)
         for written in _shown(done, "writing rows", count):
             missed.update(written.missed)
             if written.folder is not None:
                 dataset.take(written.folder)
     elif pieces:
-        made = put_together(pieces, rewards[0], options(config))
+        made = put_together(pieces, known[0], options(config))
         missed.update(made.missed)
         if not made.empty:
             write_part(folder, made.tables, made.strays)
@@ -106,9 +110,13 @@ def _build(
 
 
 def _build_on_ray(
-    inputs: Sequence[Location], table: Sequence[Reward], dataset: DatasetWriter, config: BuildConfig
+    inputs: Sequence[Location],
+    table: Sequence[Reward],
+    expired: Sequence[Batch],
+    dataset: DatasetWriter,
+    config: BuildConfig,
 ) -> None:
-    work = build_ray.prepare(inputs, config, table, PARTITION_BYTES)
+    work = build_ray.prepare(inputs, config, table, expired, PARTITION_BYTES)
     file = work.folder / "components.sqlite"
     file.unlink(missing_ok=True)
     with (
@@ -122,20 +130,34 @@ def _build_on_ray(
         traces.write_places(work.folder / "places", components.place)
         given = [*found.rewards, *table]
         places = [components.of_rollout(reward.rollout_id) for reward in given]
-        build_ray.write_partitions(data, work, count, _by_partition(given, places), _shown)
+        known = _known(count, given, places, expired, components)
+        build_ray.write_partitions(data, work, known, _shown)
     missed = build_ray.commit(work, count, dataset)
     if not build_ray.finished(work, count):
         _write_nowhere(given, places, missed, dataset, config)
     rmtree(work.folder)
 
 
-def _by_partition(given: Sequence[Reward], places: Sequence[Place | None]) -> dict[int, dict[int, list[Reward]]]:
-    """Rewards by partition and component."""
-    rewards = defaultdict[int, dict[int, list[Reward]]](dict)
+def _known(
+    count: int,
+    given: Sequence[Reward],
+    places: Sequence[Place | None],
+    expired: Sequence[Batch],
+    components: Components,
+) -> dict[int, Known]:
+    """By partition, what is known of its rollouts."""
+    known = {number: Known({}, set(), set()) for number in range(count)}
     for reward, place in zip(given, places, strict=True):
         if place is not None:
-            rewards[place.partition].setdefault(place.component, []).append(reward)
-    return rewards
+            known[place.partition].rewards.setdefault(place.component, []).append(reward)
+    for batch in expired:
+        for trace in batch.traces:
+            if place := components.place(trace):
+                known[place.partition].traces.add(trace)
+        for key in batch.rollouts:
+            if place := components.of_rollout(key[0]):
+                known[place.partition].rollouts.add(key)
+    return known
 
 
 def _write_nowhere(
@@ -253,15 +275,19 @@ def _dealt(recorded: _Recorded, requests: Iterable[Request], components: Compone
 # For people
 
 
-def _say_what_expired(inputs: Sequence[Location]) -> None:
-    """Say of which journals `spanmill serve` has removed something: they may hold parts of rollouts."""
+def _expired(inputs: Sequence[Location]) -> list[Batch]:
+    """What `spanmill serve` has removed from the inputs, which is said: they may hold parts of those rollouts."""
     lists = {str(path): path for found in inputs if found.is_dir() for path in _files(found) if path.name == LIST_NAME}
+    expired = list[Batch]()
     for _, path in sorted(lists.items()):
-        count = len({key for batch in read_expired(path.parent)[0] for key in batch.rollouts})
+        batches = read_expired(path.parent)[0]
+        count = len({key for batch in batches for key in batch.rollouts})
         _say(
             f"{path.parent} no longer holds all spans of {count:,} rollouts, which were written and then removed; "
-            "what is left of them, if anything, makes parts of rollouts"
+            "what is left of them, if anything, is set aside as expired"
         )
+        expired += batches
+    return expired
 
 
 def _files(folder: Location) -> Iterable[Location]:

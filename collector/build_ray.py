@@ -25,11 +25,12 @@ from spanmill.adapters import Options
 from spanmill.collector import rewards as posted
 from spanmill.collector.components import Components, Place
 from spanmill.collector.config import BuildConfig
+from spanmill.collector.expired import Batch
 from spanmill.collector.index import Found
 from spanmill.collector.indexer import options
 from spanmill.collector.inputs import Unit, read_unit, units
 from spanmill.collector.journal import Kind
-from spanmill.collector.partition import Piece, deal, put_together
+from spanmill.collector.partition import Known, Piece, deal, put_together
 from spanmill.collector.spill import cores, rest_collector
 from spanmill.collector.survey import survey
 from spanmill.errors import ConfigError, DatasetError, DecodeError, InputError
@@ -93,7 +94,13 @@ def cluster(workers: int | None) -> Generator[Any]:
             ray.shutdown()
 
 
-def prepare(inputs: Sequence[Location], config: BuildConfig, table: Sequence[Reward], partition_bytes: int) -> Work:
+def prepare(
+    inputs: Sequence[Location],
+    config: BuildConfig,
+    table: Sequence[Reward],
+    expired: Sequence[Batch],
+    partition_bytes: int,
+) -> Work:
     """The work folder of these inputs and options: that of a run which was cut off, if it was the same, else a new one.
 
     Raises InputError if an input cannot be read, DatasetError if rows of another run are committed already, and
@@ -104,7 +111,7 @@ def prepare(inputs: Sequence[Location], config: BuildConfig, table: Sequence[Rew
         raise ConfigError(f"--out {config.out} is no folder: --work names one that all workers of Ray share")
     found = [unit for path in inputs for unit in units(path)]
     chosen = options(config)
-    told = repr((str(config.out), [unit.stamp() for unit in found], chosen, partition_bytes, table))
+    told = repr((str(config.out), [unit.stamp() for unit in found], chosen, partition_bytes, table, expired))
     fingerprint = hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
     mark = folder / "fingerprint"
     if not (mark.is_file() and mark.read_text() == fingerprint):
@@ -114,7 +121,7 @@ def prepare(inputs: Sequence[Location], config: BuildConfig, table: Sequence[Rew
                 "give those again to go on with it, or choose an empty folder"
             )
         shutil.rmtree(folder, ignore_errors=True)
-        for name in ("places", "parts", "rewards"):
+        for name in ("places", "parts", "known"):
             (folder / name).mkdir(parents=True)
         mark.write_text(fingerprint)
     return Work(config.out, folder, found, partition_bytes, chosen)
@@ -219,14 +226,12 @@ class UnitTraces:
 # Pass 2: rows
 
 
-def write_partitions(
-    data: Any, work: Work, count: int, rewards: Mapping[int, Mapping[int, Sequence[Reward]]], shown: Shown
-) -> None:
-    """Have the workers write every partition that is not there yet."""
-    done = {number for number in range(count) if _part(work.folder, number).is_dir()}
-    for number, given in rewards.items():
-        (work.folder / "rewards" / str(number)).write_bytes(pickle.dumps(dict(given)))
-    if len(done) == count:
+def write_partitions(data: Any, work: Work, known: Mapping[int, Known], shown: Shown) -> None:
+    """Have the workers write every partition that is not there yet; `known` has them by number."""
+    done = {number for number in known if _part(work.folder, number).is_dir()}
+    for number, of_partition in known.items():
+        (work.folder / "known" / str(number)).write_bytes(pickle.dumps(of_partition))
+    if len(done) == len(known):
         return
     numbered = [{"unit": number, "what": pickle.dumps(unit)} for number, unit in enumerate(work.units)]
     pieces = data.from_items(numbered, override_num_blocks=len(numbered)).flat_map(
@@ -238,7 +243,7 @@ def write_partitions(
         return _put_partition(group, folder, chosen)
 
     made = pieces.groupby("partition").map_groups(put, batch_format="pyarrow")
-    for _ in shown(made.iter_rows(), "writing rows", count - len(done)):
+    for _ in shown(made.iter_rows(), "writing rows", len(known) - len(done)):
         pass
 
 
@@ -264,9 +269,8 @@ def _put_partition(group: Any, folder: Path, chosen: Options) -> Any:
 
     rest_collector()
     number: int = group.column("partition")[0].as_py()
-    given = folder / "rewards" / str(number)
-    rewards: dict[int, list[Reward]] = pickle.loads(given.read_bytes()) if given.exists() else {}
-    made = put_together(_unpickled(group.column("piece")), rewards, chosen)
+    known: Known = pickle.loads((folder / "known" / str(number)).read_bytes())
+    made = put_together(_unpickled(group.column("piece")), known, chosen)
     part = _part(folder, number)
     if not part.is_dir():
         writing = part.with_suffix(f".{os.getpid()}")

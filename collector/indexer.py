@@ -15,12 +15,12 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from spanmill.adapters import Adapted, Options, adapt, keys
+from spanmill.adapters import Options, adapt, keys
 from spanmill.collector import journal, rewards
 from spanmill.collector.assemble import SECOND, Closed, Component, RolloutKey, Timing, close, due_at, moved, revised
 from spanmill.collector.child import read_setup
@@ -28,7 +28,7 @@ from spanmill.collector.config import RowConfig, ServeConfig
 from spanmill.collector.index import Index, Seen
 from spanmill.collector.index_file import INDEX_NAME, discard
 from spanmill.collector.journal import Entry, Kind, Position
-from spanmill.collector.late_rewards import aside, rewarded
+from spanmill.collector.late import aside, expired_row, rewarded, without_expired
 from spanmill.collector.logs import logging_to_stderr
 from spanmill.collector.retention import EVERYTHING, Keep, retire, take_in
 from spanmill.collector.segment import HEAD_BYTES
@@ -37,8 +37,7 @@ from spanmill.errors import DecodeError, JournalError, SpanmillError
 from spanmill.storage import Location
 from spanmill.triplets.from_tables import rollout_from_tables
 from spanmill.triplets.reader import read_triplets
-from spanmill.triplets.records import Quarantined, Reward, Rollout, Span, received_at
-from spanmill.triplets.span_json import span_json
+from spanmill.triplets.records import Quarantined, Reward, Rollout, Span
 from spanmill.triplets.table import same_content
 from spanmill.triplets.writer import DatasetWriter, stray_key
 
@@ -335,7 +334,7 @@ class Indexer:
         spans = [one for one in found if isinstance(one, Span)]
         unreadable = [one for one in found if isinstance(one, Quarantined)]
         if self._index.is_expired(component.id):
-            return _Outcome(component, [], Closed([], None), set(), [*map(_expired, spans), *unreadable], apart=True)
+            return _Outcome(component, [], Closed([], None), set(), [*map(expired_row, spans), *unreadable], apart=True)
         try:
             adapted = adapt(spans, self._index.rewards(component.id), self._options)
         except Exception as error:
@@ -347,41 +346,16 @@ class Indexer:
                 f"the spans of {traces} could not be put together, later tried again: {type(error).__name__}\n{where}"
             )
             return _Outcome(component, [], Closed([], now_ns + max(self._timing.idle_ns, SECOND)), set(), [])
-        gone_before = self._index.expired.rollouts((row.rollout_id, row.attempt) for row in adapted.rollouts)
-        if gone_before:
-            return self._partly_expired(component, spans, adapted, gone_before, unreadable, now_ns)
-        rollouts = adapted.rollouts
-        closed = close(rollouts, newest_spans(rollouts, spans, component), component, now_ns, self._timing)
-        gone = self._index.written(component.id) - {(rollout.rollout_id, rollout.attempt) for rollout in rollouts}
         # A reward for a rollout that is not here waits in the index.
         stray = [row for row in adapted.stray if row.reason != "unknown_rollout"]
-        return _Outcome(component, rollouts, closed, gone, [*stray, *unreadable])
-
-    def _partly_expired(
-        self,
-        component: Component,
-        spans: Sequence[Span],
-        adapted: Adapted,
-        expired: Container[RolloutKey],
-        unreadable: Sequence[Quarantined],
-        now_ns: int,
-    ) -> _Outcome:
-        """A component with spans in traces of their own for rollouts that have expired: those are set aside."""
-        rollouts = [row for row in adapted.rollouts if (row.rollout_id, row.attempt) not in expired]
-        late = [row for row in adapted.rollouts if (row.rollout_id, row.attempt) in expired]
+        expired = self._index.expired.rollouts((row.rollout_id, row.attempt) for row in adapted.rollouts)
+        rollouts, apart = without_expired(spans, adapted, expired)
         closed = close(rollouts, newest_spans(rollouts, spans, component), component, now_ns, self._timing)
-        if rollouts:
-            calls = {(r.trace_id, r.span_id) for row in late for r in (*row.triplets, *row.quarantined)}
-            names = {("rollout", row.rollout_id) for row in late}
-            kept = {row.rollout_id for row in rollouts}
-            names = {name for name in names if name[1] not in kept}
-            apart = [s for s in spans if (s.trace_id, s.span_id) in calls or not names.isdisjoint(keys(s))]
-        else:
-            apart = list(spans)
-        stray = [row for row in adapted.stray if row.reason != "unknown_rollout"]
-        return _Outcome(
-            component, rollouts, closed, set(), [*stray, *map(_expired, apart), *unreadable], apart=not rollouts
-        )
+        # Where a part of it has expired, that is in traces of its own: nothing else has moved.
+        now = {(row.rollout_id, row.attempt) for row in rollouts}
+        gone = set[RolloutKey]() if expired else self._index.written(component.id) - now
+        stray += [*map(expired_row, apart), *unreadable]
+        return _Outcome(component, rollouts, closed, gone, stray, apart=bool(expired) and not rollouts)
 
     def _new_strays(self, rows: Iterable[Quarantined]) -> dict[bytes, Quarantined]:
         found = {stray_key(row.trace_id, row.span_id, row.reason, row.detail, row.span): row for row in rows}
@@ -410,15 +384,6 @@ class Indexer:
         while self._dataset.rewrite() is not None:
             pass
         self._dataset.purge_old(KEEP_OLD_S, self._clock() / SECOND)
-
-
-def _expired(span: Span) -> Quarantined:
-    """The row of a span that came when the others of its rollout were gone."""
-    rollout_id = next((value for kind, value in keys(span) if kind == "rollout"), None)
-    detail = "its rollout was written, and the other spans were removed from the journal, before it came"
-    return Quarantined(
-        "expired", detail, span.trace_id, span.span_id, span_json(span), received_at(span.received_ns), rollout_id
-    )
 
 
 def _reward_json(reward: Reward) -> str:

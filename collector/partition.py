@@ -6,7 +6,7 @@ An engine reads requests and runs, in this order:
 2. All of that together tells which traces belong together: collector/components.py, `Components.resolve`, gives each
    trace a `Place`, the partition and component that it goes to.
 3. `deal(request, place)` on every request again: its spans in pieces, each for one partition.
-4. `put_together(pieces, rewards, options)` on all pieces of one partition, in any order and place: the rows.
+4. `put_together(pieces, known, options)` on all pieces of one partition, in any order and place: the rows.
 
 The rows of all partitions, by number, are the dataset: they stand in the order (component, rollout_id, attempt). No
 function reads a clock, a file or a setting, and everything they take and return can be pickled, so where and how often
@@ -15,18 +15,20 @@ they run changes nothing. Memory: `put_together` takes one piece at a time, and 
 
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
 from spanmill.adapters import Options, adapt, keys
+from spanmill.collector.assemble import RolloutKey
 from spanmill.collector.components import Place
 from spanmill.collector.decode import decode
 from spanmill.collector.decoded import TRACE_ID_BYTES, id_or_none
 from spanmill.collector.inputs import Request
 from spanmill.collector.journal import Kind
+from spanmill.collector.late import expired_row, without_expired
 from spanmill.collector.otlp_proto import LogRecord, Outline, Traces
 from spanmill.collector.survey import home
 from spanmill.triplets.records import Quarantined, Reward, Rollout, Span
@@ -49,6 +51,17 @@ class Piece(NamedTuple):
     """Of `body`, a request; None where that is a pickled list of what was decoded (JSON is parsed once only)."""
     body: bytes
     received_ns: int
+
+
+class Known(NamedTuple):
+    """What is known of the rollouts of one partition, apart from their spans."""
+
+    rewards: dict[int, list[Reward]]
+    """By component."""
+    traces: set[str]
+    """Those that have expired: `serve` removed spans of theirs from the journal."""
+    rollouts: set[RolloutKey]
+    """Likewise."""
 
 
 class Partition(NamedTuple):
@@ -150,8 +163,9 @@ def _home(one: Decoded) -> str:
     return one.trace_id or (home(one, keys(one)) if isinstance(one, Span) else "")
 
 
-def put_together(pieces: Iterable[Piece], rewards: Mapping[int, Sequence[Reward]], options: Options) -> Partition:
-    """The rows that the pieces of a partition make, each component for itself; `rewards` are given by component.
+def put_together(pieces: Iterable[Piece], known: Known, options: Options) -> Partition:
+    """The rows that the pieces of a partition make, each component for itself. What is left of an expired rollout makes
+    none, and is set aside.
 
     `pieces` hold every span of each of their components, in any order, duplicates included. Raises DecodeError if a
     piece is none of `deal`.
@@ -163,9 +177,17 @@ def put_together(pieces: Iterable[Piece], rewards: Mapping[int, Sequence[Reward]
     rollouts, strays, missed = list[Rollout](), dict[bytes, Quarantined](), list[bytes]()
     for component in sorted(waiting):
         found = waiting.pop(component)
-        made, stray = adapt((one for one in found if isinstance(one, Span)), rewards.get(component, ()), options)
-        rollouts += made
-        for row in chain(stray, (one for one in found if isinstance(one, Quarantined))):
+        spans, apart, unreadable = list[Span](), list[Span](), list[Quarantined]()
+        for one in found:
+            if isinstance(one, Quarantined):
+                unreadable.append(one)
+            else:
+                (apart if _home(one) in known.traces else spans).append(one)
+        adapted = adapt(spans, known.rewards.get(component, ()), options)
+        kept, late = without_expired(spans, adapted, known.rollouts)
+        rollouts += kept
+        apart += late
+        for row in chain(adapted.stray, map(expired_row, apart), unreadable):
             if row.reason == "unknown_rollout":
                 missed.append(key_of(row))
             else:

@@ -4,24 +4,20 @@ import gc
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 from spanmill.adapters import Options
-from spanmill.collector.partition import Piece, put_together
+from spanmill.collector.partition import Known, Piece, put_together
 from spanmill.errors import DatasetError
-from spanmill.triplets.records import Reward
 from spanmill.triplets.writer import write_part
 
 SPILL_BYTES: Final = 64 << 20
 """Of pieces, held until they are written."""
-
-Rewards: TypeAlias = Mapping[int, Mapping[int, Sequence[Reward]]]
-"""By partition and component."""
 
 
 class Written(NamedTuple):
@@ -75,19 +71,21 @@ def _spilled(folder: Path, partition: int) -> Iterator[Piece]:
             yield from pickle.load(file)
 
 
-def write_partitions(folder: Path, count: int, rewards: Rewards, options: Options, workers: int) -> Iterator[Written]:
+def write_partitions(folder: Path, known: Mapping[int, Known], options: Options, workers: int) -> Iterator[Written]:
     """Write what was spilled to `folder`, in at most `workers` processes; what came of each partition, in order.
+
+    `known` has the partitions by number, from 0.
 
     Raises DatasetError if a process ends before its time.
     """
-    jobs = [(folder, number, rewards.get(number, {}), options) for number in range(count)]
-    if min(workers, count) == 1:
+    jobs = [(folder, number, of_partition, options) for number, of_partition in sorted(known.items())]
+    if min(workers, len(jobs)) == 1:
         yield from (write_partition(*job) for job in jobs)
         return
     # Not by fork alone, which would copy the locks of threads; one process is prepared and all workers are its forks.
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(min(workers, count), context, rest_collector) as pool:
+    with ProcessPoolExecutor(min(workers, len(jobs)), context, rest_collector) as pool:
         try:
             yield from pool.map(write_partition, *zip(*jobs, strict=True))
         except BrokenProcessPool as error:
@@ -96,9 +94,9 @@ def write_partitions(folder: Path, count: int, rewards: Rewards, options: Option
             pool.shutdown(cancel_futures=True)
 
 
-def write_partition(folder: Path, number: int, rewards: Mapping[int, Sequence[Reward]], options: Options) -> Written:
+def write_partition(folder: Path, number: int, known: Known, options: Options) -> Written:
     """Put a partition together and write the files of its part beside it. Raises DatasetError if that fails."""
-    made = put_together(_spilled(folder, number), rewards, options)
+    made = put_together(_spilled(folder, number), known, options)
     _path(folder, number).unlink()
     if made.empty:
         return Written(None, made.missed)

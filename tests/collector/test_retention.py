@@ -7,11 +7,11 @@ from indexed import DEFAULT, Service
 from made_spans import make_call, make_rollout, make_span, span_id, trace_id
 
 from spanmill.adapters import Options
-from spanmill.collector import journal
+from spanmill.collector import build, journal
 from spanmill.collector.assemble import SECOND
 from spanmill.collector.expired import LIST_NAME
 from spanmill.collector.index_file import INDEX_NAME, unknown_rollouts
-from spanmill.collector.late_rewards import rewarded
+from spanmill.collector.late import rewarded
 from spanmill.collector.retention import Keep
 from spanmill.errors import JournalError
 from spanmill.triplets.from_tables import rollout_from_tables
@@ -261,14 +261,26 @@ def test_a_reward_for_an_expired_rollout_does_not_wait(service: Service) -> None
     assert ["b"] == unknown_rollouts(service.folder / "journal" / INDEX_NAME, ["a", "b"])
 
 
-def test_build_says_what_a_journal_no_longer_holds(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
-    """Since parts of rollouts may be all that is left."""
-    expire(service, "a", "b")
-    service.built()
-    assert (
-        f"spanmill: {service.folder}/journal no longer holds all spans of 2 rollouts, which were written"
-        in capsys.readouterr().err
-    )
+@pytest.mark.parametrize("partition_bytes", [1, 1 << 20])
+def test_build_makes_no_rollout_of_what_is_left(
+    partition_bytes: int, service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Spans whose companions have left the journal are set aside; a later attempt and other rollouts are whole."""
+    monkeypatch.setattr(build, "PARTITION_BYTES", partition_bytes)
+    written(service, "a", "b")
+    size = sum(journal.segment_path(service.folder / "journal", number).stat().st_size for number in segments(service))
+    keeping(service, Keep(max_bytes=size - 1))
+    assert 1 == service.indexer.retire()
+    for attempt in (0, 1):
+        own = {"spanmill.rollout.id": "a", "spanmill.rollout.attempt": attempt}
+        service.receive(make_call(f"later-{attempt}", "call", attributes=own))
+    built = service.built()
+    said = f"spanmill: {service.folder}/journal no longer holds all spans of 1 rollouts, which were written"
+    assert said in capsys.readouterr().err
+    assert [("a", 1, 1), ("b", 0, 2)] == rollouts(built, "rollout_id", "attempt", "num_calls")
+    rows = read_quarantine(built).select("reason", "rollout_id", "span_id").collect().rows()
+    left = {("a", span_id("a", "root")), (None, span_id("a", "call-1")), ("a", span_id("later-0", "call"))}
+    assert {("expired", *one) for one in left} == set(rows)
 
 
 def test_rows_become_records_and_the_same_rows(service: Service) -> None:

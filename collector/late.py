@@ -1,10 +1,38 @@
-"""Rewards for rollouts whose spans are gone: pure, from the committed rows to the rows of the next revision."""
+"""What comes for rollouts whose spans are gone: pure. Rewards make the next revision of the committed rows, spans are
+set aside: with them alone a rollout would be made of what is left of it.
+"""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
-from spanmill.triplets.records import Quarantined, Reward, RewardSeen, Rollout
+from spanmill.adapters import Adapted, keys
+from spanmill.collector.assemble import RolloutKey
+from spanmill.triplets.records import Quarantined, Reward, RewardSeen, Rollout, Span, received_at
+from spanmill.triplets.span_json import span_json
+
+
+def without_expired(
+    spans: Iterable[Span], adapted: Adapted, expired: Container[RolloutKey]
+) -> tuple[list[Rollout], list[Span]]:
+    """The rollouts of `adapted`, made from `spans`, that have not expired, and the spans of the others."""
+    rollouts = [row for row in adapted.rollouts if (row.rollout_id, row.attempt) not in expired]
+    late = [row for row in adapted.rollouts if (row.rollout_id, row.attempt) in expired]
+    if not late or not rollouts:
+        return rollouts, list(spans) if late else []
+    calls = {(r.trace_id, r.span_id) for row in late for r in (*row.triplets, *row.quarantined)}
+    kept = {row.rollout_id for row in rollouts}
+    names = {("rollout", row.rollout_id) for row in late if row.rollout_id not in kept}
+    return rollouts, [s for s in spans if (s.trace_id, s.span_id) in calls or not names.isdisjoint(keys(s))]
+
+
+def expired_row(span: Span) -> Quarantined:
+    """The row of a span of a rollout that has expired."""
+    rollout_id = next((value for kind, value in keys(span) if kind == "rollout"), None)
+    detail = "its rollout was written, and then spans of it were removed from the journal"
+    return Quarantined(
+        "expired", detail, span.trace_id, span.span_id, span_json(span), received_at(span.received_ns), rollout_id
+    )
 
 
 def rewarded(
