@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import time
@@ -71,6 +72,11 @@ def make_model(script: str, folder: Path) -> Path:
     if done.returncode:
         raise RuntimeError(f"{script}: {done.stderr[-2000:]}")
     return folder
+
+
+def copied_tool_model(folder: Path) -> Path:
+    """The model that calls tools, copied to where servers may write; tool_model.py has made it."""
+    return shutil.copytree(HERE / "tool_calling_model", folder, dirs_exist_ok=True)
 
 
 class Sampled(NamedTuple):

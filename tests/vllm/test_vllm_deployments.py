@@ -1,6 +1,5 @@
 """VLLM in other shapes than one small server: several API servers before one engine, a model that calls tools."""
 
-import os
 import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,16 +8,17 @@ from typing import Any
 
 import httpx
 import pytest
-from running_vllm import HERE, Sampled, VllmServer, from_row, make_model, new_rollout, running_server
+from running_vllm import HERE, Sampled, VllmServer, copied_tool_model, from_row, new_rollout, running_server
 from told import ASK, ask
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 Json = Any
 
 CHAT = "/v1/chat/completions"
 
 
+@pytest.mark.slow
 def test_several_api_servers(tiny_model: Path) -> None:
     """With `--api-server-count 2` each process records what it serves: no call is missing, none is twice."""
     with running_server(tiny_model, "--api-server-count", "2", launcher=(str(HERE / "vllm_cli.py"), "serve")) as server:
@@ -46,9 +46,8 @@ def _emitted(server: VllmServer, processes: int) -> dict[int, int]:
 
 @pytest.fixture(scope="module")
 def tool_vllm(tmp_path_factory: pytest.TempPathFactory) -> Generator[VllmServer]:
-    """A model that calls tools by itself. It is trained first, which takes minutes: `SPANMILL_TOOL_MODEL` has one."""
-    made = os.environ.get("SPANMILL_TOOL_MODEL")
-    model = Path(made) if made else make_model("tool_model.py", tmp_path_factory.mktemp("tools"))
+    """A model that calls tools by itself."""
+    model = copied_tool_model(tmp_path_factory.mktemp("tools"))
     with running_server(model, "--enable-auto-tool-choice", "--tool-call-parser", "hermes") as server:
         yield server
 

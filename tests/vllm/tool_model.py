@@ -2,8 +2,9 @@
 # ruff: noqa: E501, SIM905, UP031  # a chat template and data
 """Makes a tiny Llama (about 1M parameters) that has learnt one thing: to call tools in the Hermes format.
 
-A random model never calls a tool under tool_choice=auto. Two minutes of training on synthetic conversations make it
-do so, with real sampling noise, so that real agents run their real loops against a real engine.
+A random model never calls a tool under tool_choice=auto. Some minutes of training on synthetic conversations make it
+do so, with real sampling noise, so that real agents run their real loops against a real engine. The tests use the one
+in tool_calling_model/, which this has made.
 
 usage: tool_model.py OUT_DIR [STEPS]
 """
