@@ -108,8 +108,8 @@ def changes(
     `gone` has for each of the latter what its component holds now. Rows that stand there already are left as they are.
     """
     fresh = {(rollout.rollout_id, rollout.attempt): rollout for rollout in closed}
-    committed = dataset.committed()
-    before = dataset.read_rows([key for key in (*fresh, *gone) if key in committed])
+    committed = dataset.newest({*fresh, *gone})
+    before = dataset.read_rows(committed)
     found = [rollout for key, rollout in fresh.items() if key not in before]
     for key, rows in before.items():
         revision = committed[key][0] + 1
@@ -238,7 +238,7 @@ class Indexer:
 
     def _recall(self) -> None:
         """Tell a new index which traces the rollouts of the dataset came from."""
-        if self._dataset.committed():
+        if not self._dataset.is_empty:
             rows = read_triplets(self._out).select("rollout_id", "attempt", "trace_id").unique().collect()
             self._index.intend(((rollout_id, attempt), trace) for rollout_id, attempt, trace in rows.iter_rows())
 

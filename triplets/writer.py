@@ -10,14 +10,16 @@ from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Self
 
+import polars as pl
 import pyarrow as pa
 
 from spanmill.errors import DatasetError
 from spanmill.storage import Location, Where, locate, move, older, put, sync
 from spanmill.triplets.lease import Lock, take
+from spanmill.triplets.newest import Newest
 from spanmill.triplets.parquet import read_file, write_file
 from spanmill.triplets.parts import (
     KEY,
@@ -62,7 +64,7 @@ class DatasetWriter:
         self._parts: dict[int, int] = {}
         """Active parts and their uncompressed sizes."""
         self._next = 1
-        self._committed: dict[Key, tuple[int, int]] = {}
+        self._newest = Newest()
         self._superseded: dict[int, set[Key]] = {}
         """Per active part, the keys whose rows there a newer revision replaced."""
         self._moved: set[Key] = set()
@@ -86,9 +88,14 @@ class DatasetWriter:
         with self._reported("close"):
             self._opened.close()
 
-    def committed(self) -> Mapping[Key, tuple[int, int]]:
-        """(rollout_id, attempt) -> (revision, part) of the newest committed rows; a live view."""
-        return MappingProxyType(self._committed)
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is committed."""
+        return not self._parts
+
+    def newest(self, keys: Collection[Key]) -> dict[Key, tuple[int, int]]:
+        """(revision, part) of the newest committed rows of each (rollout_id, attempt) that has any."""
+        return self._newest.of(keys)
 
     def write(self, rollouts: Sequence[Rollout], stray: Sequence[Quarantined] = ()) -> int:
         """Commit a part with these rollouts, in the order given, and the quarantine rows under none; its number.
@@ -103,14 +110,13 @@ class DatasetWriter:
                 raise ValueError(
                     "a part cannot hold two revisions of one (rollout, attempt); write them one after another"
                 )
-            for key, revision in revisions.items():
-                if revision < self._committed.get(key, (0, 0))[0]:
-                    raise ValueError(
-                        f"revision {revision} of {key} is older than the committed {self._committed[key][0]}"
-                    )
+            before = self._newest.of(revisions)
+            for key, (revision, _) in before.items():
+                if revisions[key] < revision:
+                    raise ValueError(f"revision {revisions[key]} of {key} is older than the committed {revision}")
             number = self._commit(tables, len(stray), ())
-            for key in revisions.keys() & self._committed.keys():
-                self._superseded.setdefault(self._committed[key][1], set()).add(key)
+            for key, (_, part) in before.items():
+                self._superseded.setdefault(part, set()).add(key)
             self._moved.difference_update(revisions)
             self._note_rows(number, tables["rollouts"])
         return number
@@ -124,9 +130,9 @@ class DatasetWriter:
         with self._changing("write to"):
             rows = read_file(folder / _file_name(ROLLOUTS), [*KEY, "revision", "num_calls", "flags"])
             keys = row_keys(rows)
-            again = next((key for key in keys if key in self._committed), None)
-            if again is not None or len(set(keys)) < len(keys):
-                raise ValueError(f"the rows of {again or 'one rollout'} come twice")
+            again = self._newest.of(keys)
+            if again or len(set(keys)) < len(keys):
+                raise ValueError(f"the rows of {next(iter(again), 'one rollout')} come twice")
             number = self._next
             self._place(number, {table.name: folder / _file_name(table) for table in TABLES})
             self._note_rows(number, rows)
@@ -143,15 +149,13 @@ class DatasetWriter:
             chosen = choose_parts(self._measured(), max_bytes)
             if not chosen:
                 return None
-            gone = {key for key in self._moved if self._committed[key][1] in chosen}
+            gone = {key for key, (_, part) in self._newest.of(self._moved).items() if part in chosen}
             dropped = [self._superseded.get(number, set[Key]()) | gone for number in chosen]
             tables, strays = self._merged(chosen, dropped)
             number = self._commit(tables, strays, chosen, self._origins(chosen, tables["rollouts"]))
             self._retire(chosen)
-            for key in row_keys(tables["rollouts"]):
-                self._committed[key] = (self._committed[key][0], number)
-            for key in gone:
-                del self._committed[key]
+            self._newest.update((key, (revision, number)) for key, revision in _versions(tables["rollouts"]))
+            self._newest.remove(gone)
             self._moved -= gone
         return number
 
@@ -166,9 +170,8 @@ class DatasetWriter:
     def read_rows(self, keys: Collection[Key]) -> dict[Key, dict[str, pa.Table]]:
         """The newest committed rows of each key that has any, as an Arrow table per table name."""
         wanted: dict[int, list[Key]] = {}
-        for key in keys:
-            if key in self._committed:
-                wanted.setdefault(self._committed[key][1], []).append(key)
+        for key, (_, part) in self._newest.of(keys).items():
+            wanted.setdefault(part, []).append(key)
         found: dict[Key, dict[str, pa.Table]] = {key: {} for part in wanted.values() for key in part}
         with self._reported("read"):
             for number, part_keys in wanted.items():
@@ -239,28 +242,28 @@ class DatasetWriter:
         self._next = max(committed, default=0) + 1
         paths = {number: [part_path(self._root, table, number) for table in TABLES] for number in active}
         self._parts = {number: _uncompressed(files) for number, files in paths.items()}
-        self._committed, self._superseded, self._moved = {}, {}, set()
+        self._newest, self._superseded, self._moved = Newest(), {}, set()
         self._note(active)
         present = {number for table in TABLES for number in part_numbers(self._root, table)}
         self._retire(sorted(present.difference(active)))
 
     def _note(self, parts: Sequence[int]) -> None:
         """Take up the rollouts of these parts."""
-        for rollout_id, attempt, revision, part, newest, moved in rollout_index(self._root, parts).iter_rows():
-            if newest:
-                self._committed[rollout_id, attempt] = (revision, part)
-            else:
-                self._superseded.setdefault(part, set()).add((rollout_id, attempt))
-            if moved:
-                self._moved.add((rollout_id, attempt))
+        rows = rollout_index(self._root, parts)
+        newest = rows.filter("newest").select(*KEY, "revision", "part").iter_rows()
+        self._newest.update(((rollout_id, attempt), (revision, part)) for rollout_id, attempt, revision, part in newest)
+        for rollout_id, attempt, part in rows.filter(~pl.col("newest")).select(*KEY, "part").iter_rows():
+            self._superseded.setdefault(part, set()).add((rollout_id, attempt))
+        self._moved.update(rows.filter("moved").select(*KEY).iter_rows())
 
     def _note_rows(self, number: int, rows: pa.Table) -> None:
         """Take up the rollouts of a part that has just been written, each of them the newest."""
         told = zip(rows.column("num_calls").to_pylist(), rows.column("flags").to_pylist(), strict=True)
-        for (key, revision), (calls, flags) in zip(_versions(rows), told, strict=True):
-            self._committed[key] = (revision, number)
-            if not calls and MOVED in flags:
-                self._moved.add(key)
+        versions = _versions(rows)
+        self._newest.update((key, (revision, number)) for key, revision in versions)
+        self._moved.update(
+            key for (key, _), (calls, flags) in zip(versions, told, strict=True) if not calls and MOVED in flags
+        )
 
     def _origins(self, chosen: Sequence[int], rollouts: pa.Table) -> bytes:
         """Where the rows of a part that is to replace the chosen ones were first committed."""
@@ -305,7 +308,7 @@ class DatasetWriter:
 
     def _measured(self) -> list[Part]:
         """The active parts, ascending, and whether they hold rows that are to go."""
-        dirty = self._superseded.keys() | {self._committed[key][1] for key in self._moved}
+        dirty = self._superseded.keys() | {part for _, part in self._newest.of(self._moved).values()}
         return [Part(number, size, number in dirty) for number, size in self._parts.items()]
 
     def _merged(self, chosen: Sequence[int], dropped: Sequence[set[Key]]) -> tuple[dict[str, pa.Table], int]:

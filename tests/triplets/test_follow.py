@@ -262,7 +262,7 @@ def test_origins_survive_rewriting_after_rewriting(tmp_path: Path, make_rollout:
         writer.rewrite()
         writer.write([make_rollout("d", revision=1)])
         writer.rewrite()
-        part = writer.committed()["a", 0][1]
+        part = writer.newest([("a", 0)])["a", 0][1]
     rows = pl.read_parquet(tmp_path / "rollouts" / f"part-{part:08d}.parquet")
     origins = dict(zip(rows["rollout_id"], parts.origins_of(tmp_path, part), strict=True))
     assert (11, {"a": 8, "b": 7, "c": 6, "e": 4, "f": 3, "g": 2, "h": 1}) == (part, origins)
