@@ -6,14 +6,15 @@ it appears whole, moving it away, listing, removing. `lease.py` has the lock.
 Stores are reached by obstore: it has puts on condition, without which two writers could not be told apart, and it is
 the library that polars reads stores by, so both take credentials from the same variables of the environment, and from
 nowhere else: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION, GOOGLE_SERVICE_ACCOUNT and so on;
-AWS_ENDPOINT_URL names an S3 server other than Amazon's.
+AWS_ENDPOINT_URL names an S3 server other than Amazon's, GOOGLE_BASE_URL or the file of the service account one that is
+not Google's.
 """
 
 import io
 import os
 import re
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -106,8 +107,11 @@ class ObjectPath:
         """Its size, and a text that changes with its content."""
         import obstore
 
+        store, key = self._place()
+        if not key:  # stores answer for the bucket, as if it were an object or with an error
+            raise FileNotFoundError(f"{self} is a bucket, no object")
         with _told(self):
-            about: Any = obstore.head(*self._place())
+            about: Any = obstore.head(store, key)
         return about["size"], str(about["e_tag"] or about["last_modified"])
 
     def open(self, mode: str = "rb") -> io.BufferedReader:
@@ -159,10 +163,10 @@ class ObjectPath:
             obstore.copy(store, key, to._place()[1])
 
     def unlink(self) -> None:
-        """Remove it, if it is there."""
+        """Remove it, if it is there: Google's store says so if it is not, Amazon's does not."""
         import obstore
 
-        with _told(self):
+        with suppress(FileNotFoundError), _told(self):
             obstore.delete(*self._place())
 
     def _below(self) -> Iterator[tuple["ObjectPath", Any]]:
@@ -178,7 +182,8 @@ class ObjectPath:
     def _place(self) -> tuple[Any, str]:
         scheme, _, rest = self.url.partition("://")
         bucket, _, key = rest.partition("/")
-        return _bucket(f"{scheme}://{bucket}", _endpoint()), key
+        with _told(self):
+            return _bucket(f"{scheme}://{bucket}", _endpoint()), key
 
 
 Location: TypeAlias = Path | ObjectPath
@@ -208,7 +213,7 @@ def scan_options(location: Location) -> dict[str, Any]:
         return {}
     return {
         "credential_provider": None,
-        "storage_options": {"allow_http": str(_endpoint().startswith("http://")).lower()},
+        "storage_options": {"allow_http": str(_without_tls(location.url, _endpoint())).lower()},
     }
 
 
@@ -254,12 +259,20 @@ def sync(place: Location) -> None:
 def _bucket(url: str, endpoint: str) -> Any:
     from obstore.store import from_url
 
-    return from_url(url, client_options={"allow_http": endpoint.startswith("http://")})
+    return from_url(url, client_options={"allow_http": _without_tls(url, endpoint)})
 
 
 def _endpoint() -> str:
-    """Of the S3 server, if it is not Amazon's; where it begins with http:// it is spoken to without TLS."""
+    """Of the S3 server, if it is not Amazon's."""
     return os.environ.get("AWS_ENDPOINT_URL", "")
+
+
+def _without_tls(url: str, endpoint: str) -> bool:
+    """Whether a server may be spoken to without TLS, if its address begins with http://.
+
+    That of a Google server may stand in a file that obstore reads, so its scheme alone decides, as it does by default.
+    """
+    return url.startswith("gs://") or endpoint.startswith("http://")
 
 
 def _version(about: Any) -> dict[str, str]:

@@ -3,8 +3,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from spanmill.cli import main
 from spanmill.collector import build as module
 from spanmill.collector.journal import JournalWriter, Kind
 from spanmill.errors import ConfigError, DatasetError
-from spanmill.storage import ObjectPath, locate
+from spanmill.storage import ObjectPath, locate, move
 from spanmill.triplets import lease
 from spanmill.triplets.follow import follow
 from spanmill.triplets.reader import read_quarantine
@@ -27,12 +28,13 @@ from spanmill.triplets.schema import TABLES
 from spanmill.triplets.writer import DatasetWriter
 
 pytest.importorskip("moto.server", reason="moto is the S3 server of these tests")
+pytest.importorskip("cryptography", reason="the server as Google's checks signatures")
 obstore: Any = pytest.importorskip("obstore", reason="stores are reached by obstore")
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of moto's server
 
 TIME = 1_700_000_000_000_000_000
 READ = (spanmill.read_rollouts, spanmill.read_triplets, spanmill.read_episodes, read_quarantine)
-SERVER = """
+MOTO = """
 import sys
 from moto.server import ThreadedMotoServer
 server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
@@ -42,11 +44,25 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    """The address of an S3 server."""
-    command = [sys.executable, "-c", SERVER]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+@dataclass(frozen=True)
+class Server:
+    """A server of one kind of stores, and the environment by which it is reached."""
+
+    scheme: str
+    address: str
+    environment: dict[str, str]
+
+    def bucket(self, name: str) -> str:
+        """The URL of an empty bucket."""
+        httpx.put(f"{self.address}/{name}").raise_for_status()
+        return f"{self.scheme}://{name}"
+
+
+@contextmanager
+def started(*command: str) -> Generator[str]:
+    """The address of a server that prints its port and ends with its standard input."""
+    whole = [sys.executable, *command]
+    with subprocess.Popen(whole, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
         if server.stdout is None or server.stdin is None:
             raise ValueError("the server was started without pipes")
         port = int(next(line for line in server.stdout if line.strip().isdigit()))
@@ -54,19 +70,41 @@ def endpoint() -> Iterator[str]:
         server.stdin.close()
 
 
-@pytest.fixture
-def store(endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[Server]:
+    """As Amazon's."""
+    with started("-c", MOTO) as address:
+        keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+        yield Server("s3", address, {"AWS_ENDPOINT_URL": address, **keys})
+
+
+@pytest.fixture(scope="module")
+def gs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """As Google's; the file of the service account names it."""
+    folder = tmp_path_factory.mktemp("gcs")
+    with started(str(Path(__file__).with_name("gcs_server.py")), str(folder)) as address:
+        yield Server("gs", address, {"GOOGLE_SERVICE_ACCOUNT": str(folder / "account.json")})
+
+
+def reached(server: Server, monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     """The URL of an empty bucket; the environment says how it is reached."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-    }.items():
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)
+    for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    bucket = f"b{abs(hash(tmp_path)):x}"
-    httpx.put(f"{endpoint}/{bucket}").raise_for_status()
-    return f"s3://{bucket}"
+    return server.bucket(f"b{abs(hash(folder)):x}")
+
+
+@pytest.fixture(params=["s3", "gs"])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The URL of an empty bucket, of each kind."""
+    return reached(request.getfixturevalue(f"{request.param}_server"), monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def google(gs_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The URL of an empty bucket of Google's kind."""
+    return reached(gs_server, monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -83,20 +121,22 @@ def rows(dataset: str | Path) -> list[list[Any]]:
 
 def keys(url: str) -> list[str]:
     """What lies under a URL."""
-    place = locate(url)
-    if not isinstance(place, ObjectPath):
+    return sorted(str(path).removeprefix(f"{url}/") for path in place(url).below())
+
+
+def place(url: str) -> ObjectPath:
+    """Where a URL leads."""
+    found = locate(url)
+    if not isinstance(found, ObjectPath):
         raise ValueError(url)
-    return sorted(str(path).removeprefix(f"{url}/") for path in place.below())
+    return found
 
 
-def put(url: str, content: bytes, folder: Path) -> None:
+def put(url: str, content: bytes, folder: Path, *, new: bool = False) -> bool:
     """An object."""
     file = folder / "put"
     file.write_bytes(content)
-    place = locate(url)
-    if not isinstance(place, ObjectPath):
-        raise ValueError(url)
-    place.put(file)
+    return place(url).put(file, new=new)
 
 
 def framed(*names: str) -> bytes:
@@ -139,12 +179,21 @@ def test_build_reads_and_writes_stores(
 
 
 def test_one_object_is_an_input(store: str, tmp_path: Path) -> None:
-    """A URL that ends at an object names that; gzip is seen by its content."""
+    """A URL that ends at an object names that, one of a bucket all that is in it; gzip is seen by its content."""
     import gzip
 
-    put(f"{store}/one.bin", gzip.compress(framed("a")), tmp_path)
-    assert 0 == main(["build", f"{store}/one.bin", "--out", str(tmp_path / "out")])
-    assert ["a"] == spanmill.read_rollouts(tmp_path / "out").collect()["rollout_id"].to_list()
+    put(f"{store}/one.binpb", gzip.compress(framed("a")), tmp_path)
+    for url, out in ((f"{store}/one.binpb", tmp_path / "one"), (f"{store}/", tmp_path / "all")):
+        assert 0 == main(["build", url, "--out", str(out)])
+        assert ["a"] == spanmill.read_rollouts(out).collect()["rollout_id"].to_list()
+
+
+def test_a_bucket_is_a_dataset(store: str, tmp_path: Path) -> None:
+    """A dataset may have a bucket to itself."""
+    (tmp_path / "in.binpb").write_bytes(framed("a"))
+    assert 0 == main(["build", str(tmp_path / "in.binpb"), "--out", store])
+    assert ["a"] == spanmill.read_rollouts(f"{store}/").collect()["rollout_id"].to_list()
+    assert [".lock", *part_names(1)] == keys(store)
 
 
 def test_a_build_into_a_dataset_is_refused(store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,13 +236,67 @@ def test_a_url_that_became_a_path_is_refused() -> None:
             spanmill.read_rollouts(url)
 
 
-def test_where_there_is_no_dataset(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_no_dataset(store: str) -> None:
     """An empty prefix is no dataset; a bucket that is not there is an error of one line."""
     with pytest.raises(DatasetError, match="is no dataset"):
         spanmill.read_rollouts(f"{store}/none")
     with pytest.raises(OSError, match="no-such-bucket") as told:
-        spanmill.read_rollouts("s3://no-such-bucket/data")
+        spanmill.read_rollouts(f"{store[:2]}://no-such-bucket/data")
     assert 1 == len(str(told.value).splitlines())
+
+
+def test_objects_of_several_requests(store: str, tmp_path: Path) -> None:
+    """What is put in pieces is whole, new only once, read from anywhere, moved, and removed though it be gone."""
+    content, other = (seed * (3 << 19) for seed in (b"0123", b"abcd"))
+    big = place(f"{store}/folder x=1/big ä%2F")
+    for new, one, done in ((True, other, True), (True, other, True), (True, content, False), (False, content, True)):
+        assert done is put(str(big), one, tmp_path, new=new)
+    with big.open() as file:
+        assert content == file.read()
+    with big.random() as file:
+        file.seek(-7, os.SEEK_END)
+        assert (b"123", b"0123", b"") == tuple(file.read(size) for size in (3, 9, 1))
+    moved = big.parent / "moved"
+    move(big, moved)
+    assert (False, True, (len(content), content)) == (big.exists(), moved.exists(), (moved.stamp()[0], moved.get()[0]))
+    assert [moved] == moved.parent.older(time.time() + 60)
+    for _ in range(2):
+        moved.unlink()
+    assert [] == keys(store)
+
+
+def test_answers_that_are_lost(google: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the store has done although it answered 503 counts as done: the lease, the parts, their removal."""
+    monkeypatch.setattr(lease, "RENEW_S", 0.2)
+    there = f"{google}/lossy"
+    for number, revision in enumerate((0, 1, 2), 1):
+        began = time.monotonic()
+        with DatasetWriter(there) as writer:
+            assert time.monotonic() - began < lease.LEASE_S
+            assert number == writer.write([rollout("a", revision)])
+            time.sleep(2 * lease.RENEW_S)
+    with DatasetWriter(there) as writer:
+        while writer.rewrite() is not None:
+            pass
+        assert 8 == writer.purge_old(0, time.time() + 60)
+    assert [2] == spanmill.read_rollouts(there).collect()["revision"].to_list()
+    assert [".lock", *part_names(3, 4)] == keys(there)
+
+
+def test_accounts_that_do_not_serve(
+    google: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An account that may not read, or cannot be read itself, is an error of one line."""
+    command = ["build", f"{google}/in", "--out", str(tmp_path / "out")]
+    monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
+    assert 1 == main(command)
+    assert "401 Unauthorized" in capsys.readouterr().err
+    with pytest.raises(PermissionError, match="may not be had with the credentials of the environment"):
+        spanmill.read_rollouts(f"{google}/in")
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "none.json"))
+    assert 1 == main([part.replace("gs://b", "gs://c") for part in command])
+    told = capsys.readouterr().err
+    assert (1, True) == (len(told.splitlines()), str(tmp_path / "none.json") in told)
 
 
 def rollout(name: str, revision: int = 0) -> Rollout:
@@ -220,7 +323,7 @@ def test_the_writer_rewrites_and_recovers(store: str) -> None:
         assert [2] == spanmill.read_rollouts(there).collect()["revision"].to_list()
         while writer.rewrite() is not None:
             pass
-        assert {("a", 0): (2, 3)} == dict(writer.committed())
+        assert {("a", 0): (2, 3)} == writer.newest([("a", 0), ("b", 0)])
         assert 8 == writer.purge_old(0, time.time() + 60)
     assert [".lock", *part_names(3, 4)] == keys(there)
     for table in ("quarantine", "triplets"):
@@ -229,7 +332,7 @@ def test_the_writer_rewrites_and_recovers(store: str) -> None:
             source.copy(left)
     assert [2] == spanmill.read_rollouts(there).collect()["revision"].to_list()
     with DatasetWriter(there) as writer:
-        assert {("a", 0): (2, 3)} == dict(writer.committed())
+        assert {("a", 0): (2, 3)} == writer.newest([("a", 0), ("b", 0)])
         assert [".lock", *part_names(3, 4)] == [key for key in keys(there) if not key.startswith(".old")]
         assert 5 == writer.write([rollout("b")])
     assert ["a", "b"] == spanmill.read_rollouts(there).collect()["rollout_id"].to_list()
@@ -313,6 +416,7 @@ def test_serve_writes_to_a_store_through_kills(store: str, tmp_path: Path) -> No
     assert {".lock", ".old", *(table.name for table in TABLES)} >= {key.partition("/")[0] for key in keys(there)}
 
 
+@pytest.mark.parametrize("store", ["s3", pytest.param("gs", marks=pytest.mark.slow)], indirect=True)
 def test_a_build_on_ray_reads_and_writes_stores(store: str, tmp_path: Path) -> None:
     """With a folder for what is in between, inputs and dataset of a build on Ray may both be in a store."""
     pytest.importorskip("ray")
