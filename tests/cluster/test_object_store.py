@@ -111,7 +111,7 @@ def google(gs_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases that are over soon."""
     monkeypatch.setattr(lease, "RENEW_S", 0.2)
-    monkeypatch.setattr(lease, "LEASE_S", 2.0)
+    monkeypatch.setattr(lease, "LEASE_S", 4.0)
 
 
 def rows(dataset: str | Path) -> list[list[Any]]:
@@ -353,7 +353,8 @@ def test_a_second_writer_is_refused(store: str) -> None:
 def test_a_dead_writer_is_followed_and_its_ghost_is_refused(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that no longer renews its lease is followed after its time, and can commit nothing if it comes back."""
     with monkeypatch.context() as dead:
-        dead.setattr(lease, "RENEW_S", 3600.0)
+        for name in ("RENEW_S", "LEASE_S"):
+            dead.setattr(lease, name, 3600.0)
         ghost = DatasetWriter(f"{store}/out")
         ghost.write([rollout("a")])
     with DatasetWriter(f"{store}/out") as writer:
@@ -365,8 +366,10 @@ def test_a_dead_writer_is_followed_and_its_ghost_is_refused(store: str, monkeypa
     assert ["a", "b", "d"] == spanmill.read_rollouts(f"{store}/out").collect()["rollout_id"].to_list()
 
 
-def test_two_commits_of_one_number_are_one(store: str) -> None:
+def test_two_commits_of_one_number_are_one(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even writers that both believe they are alone do not replace each other's part."""
+    for name in ("RENEW_S", "LEASE_S"):
+        monkeypatch.setattr(lease, name, 3600.0)
     with DatasetWriter(f"{store}/out") as one:
         lock = locate(f"{store}/out/.lock")
         if isinstance(lock, ObjectPath):
