@@ -24,6 +24,7 @@ SEE_EVERYTHING = {
     "collector/indexer.py",
     "collector/build.py",
     "collector/build_ray.py",
+    "collector/late.py",
     "collector/partition.py",
     "collector/spill.py",
     "collector/survey.py",
