@@ -4,8 +4,9 @@
 
 Spans are those of bench/ingest.py with short prompts, about 1 KB each as packed bytes, 8 to a rollout, dealt out over
 the files in turn, so that every rollout is split over all of them; 1,000,000 spans take 1 GB of disk for the input.
-Printed for each run: wall seconds, and the peak resident MiB of the largest worker process; a second worker can gain
-only what the machine has idle. Ends with 1 if the rows differ. Linux only: figures of workers come from /proc.
+Printed for each run: wall seconds, and the most MiB that the driver and the largest worker process had of their own,
+without what Ray's store shares among them. A second worker can gain only what the machine has idle: what two loops gain
+that share nothing is printed beside it. Ends with 1 if the rows differ. Linux only: memory is read from /proc.
 """
 
 import argparse
@@ -38,7 +39,8 @@ def main() -> None:
         print(f"{chosen.spans:,} spans in {chosen.files} files, {size / 2**20:,.0f} MiB; {os.cpu_count()} cores")
         runs = {"local, 1 worker": ("local", 1), "ray, 1 worker": ("ray", 1), "ray, 2 workers": ("ray", 2)}
         seconds = {name: measured(folder, name, *run) for name, run in runs.items()}
-        print(f"1 -> 2 workers: {seconds['ray, 1 worker'] / seconds['ray, 2 workers']:.2f}x as fast")
+        gain = seconds["ray, 1 worker"] / seconds["ray, 2 workers"]
+        print(f"1 -> 2 workers: {gain:.2f}x as fast; two loops of Python: {two_loops():.2f}x as fast as one")
         rows = [dataset(folder / name) for name in runs]
     if any(one != rows[0] for one in rows):
         sys.exit("the engines made different rows")
@@ -91,8 +93,8 @@ def measured(folder: Path, name: str, engine: str, workers: int) -> float:
     build = subprocess.Popen([*command, "--engine", engine, "--workers", str(workers)], stdout=subprocess.DEVNULL)
     driver, largest = 0.0, 0.0
     while build.poll() is None:
-        driver = max(driver, peak_mib(build.pid))
-        largest = max([largest, *(peak_mib(pid) for pid in descendants(build.pid) if is_worker(pid))])
+        driver = max(driver, own_mib(build.pid))
+        largest = max([largest, *(own_mib(pid) for pid in descendants(build.pid) if is_worker(pid))])
         time.sleep(POLL_S)
     seconds = time.perf_counter() - start
     if build.returncode:
@@ -123,9 +125,21 @@ def is_worker(pid: int) -> bool:
         return False
 
 
-def peak_mib(pid: int) -> float:
-    """The most that a process held in memory so far; 0 once it has ended."""
-    return field(pid, "VmHWM") / 1024
+def own_mib(pid: int) -> float:
+    """What a process has in memory by itself; 0 once it has ended."""
+    return field(pid, "RssAnon") / 1024
+
+
+def two_loops() -> float:
+    """What two processes at once do of plain Python, to what one does in the same time."""
+    command = [sys.executable, "-c", "for _ in range(60_000_000): pass"]
+    seconds = list[float]()
+    for count in (1, 2):
+        start = time.perf_counter()
+        for running in [subprocess.Popen(command) for _ in range(count)]:
+            running.wait()
+        seconds.append(time.perf_counter() - start)
+    return 2 * seconds[0] / seconds[1]
 
 
 def field(pid: int, name: str) -> int:
