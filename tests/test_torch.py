@@ -131,7 +131,7 @@ EPISODES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(EPISODES)
 def test_every_form_holds_the_same_trained_tokens(episodes):
     """Whatever the lengths and alignment, the trained (episode, token, logprob) are those of the rows, in order."""

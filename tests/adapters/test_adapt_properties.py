@@ -94,7 +94,7 @@ def _call(
     return spans
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(component(), OPTIONS, st.randoms(use_true_random=False))
 def test_any_order_and_duplication_gives_the_same_rows(spans: list[Span], options: Options, rng: random.Random) -> None:
     """Arrival order and repeated delivery never change a row."""
@@ -103,7 +103,7 @@ def test_any_order_and_duplication_gives_the_same_rows(spans: list[Span], option
     assert tables(adapt(spans, options=options).rollouts) == tables(adapt(again, options=options).rollouts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(component(), OPTIONS)
 def test_every_sampled_token_is_accounted_for(spans: list[Span], options: Options) -> None:
     """Captured tokens are those of all calls, and each is trained, masked, superseded or quarantined once."""
@@ -115,7 +115,7 @@ def test_every_sampled_token_is_accounted_for(spans: list[Span], options: Option
         assert r.tokens_captured == kept + r.tokens_quarantined
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(component(), OPTIONS)
 def test_a_trained_token_stands_where_the_model_sampled_it(spans: list[Span], options: Options) -> None:
     """Each turn's slice of an Episode is that call's prompt and answer, and every trainable call is trained once."""
@@ -137,7 +137,7 @@ def test_a_trained_token_stands_where_the_model_sampled_it(spans: list[Span], op
         assert sorted(t.call_id for t in r.triplets if t.trainable) == sorted(trained)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(component(), component())
 def test_components_together_give_the_rows_that_each_gives_alone(one: list[Span], other: list[Span]) -> None:
     """What else is adapted in the same pass never changes a rollout."""

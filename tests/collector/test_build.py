@@ -69,7 +69,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     return rows_in_order(built(tmp_path_factory.mktemp("whole"), [make_request(*SPANS)]))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.permutations(SPANS),
     st.lists(st.sampled_from(SPANS), max_size=5),
@@ -87,7 +87,7 @@ def test_order_duplicates_and_cutting_change_nothing(
     assert expected == rows_in_order(dataset)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.permutations(SPANS), st.lists(st.integers(0, 4), max_size=6), st.sampled_from([300, 1000, 3000]))
 def test_partitions_change_no_row(
     tmp_path_factory: pytest.TempPathFactory,

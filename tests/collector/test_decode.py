@@ -24,7 +24,7 @@ from spanmill.errors import DecodeError
 from spanmill.triplets.records import Event, IntArray, Json, Link, Quarantined, Span, Value
 from spanmill.triplets.span_json import span_json
 
-UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+UNTIMED = settings(suppress_health_check=[HealthCheck.too_slow])
 TRACE = bytes(range(16))
 SPAN = bytes(range(8))
 OTHER_TRACE = bytes(range(16, 32))

@@ -11,7 +11,7 @@ from opentelemetry.proto.common.v1 import common_pb2
 from spanmill.collector.values import decode_attributes, decode_value, lighten
 from spanmill.triplets.records import Value
 
-UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+UNTIMED = settings(suppress_health_check=[HealthCheck.too_slow])
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 IDS = st.integers(0, 200_000)
 DOUBLES = st.floats(allow_nan=True, allow_infinity=True)

@@ -73,7 +73,7 @@ EDGES = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(EDGES, st.integers(1, 10))
 def test_components_are_those_of_the_set_of_edges(
     tmp_path_factory: pytest.TempPathFactory, edges: list[tuple[str, Key]], size: int

@@ -378,7 +378,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(ACTIONS, max_size=25),
     st.permutations(range(len(SPANS))),

@@ -168,7 +168,7 @@ def lost(kept: Sequence[bytes], all_bodies: Sequence[bytes]) -> int:
 some_bodies = st.lists(st.binary(max_size=60) | st.just(b"\xd3SR\xf1" * 8), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(some_bodies, st.data())
 def test_a_flipped_byte_costs_one_record(sent: list[bytes], data: st.DataObject) -> None:
     """Any corrupt byte loses at most the record it hits, never changes a body, and is counted."""
@@ -190,7 +190,7 @@ def test_a_flipped_byte_costs_one_record(sent: list[bytes], data: st.DataObject)
     assert kept[-1] == b"later"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(some_bodies, st.data())
 def test_a_cut_tail_costs_what_was_cut(sent: list[bytes], data: st.DataObject) -> None:
     """Any truncation keeps every record that is whole; the torn one counts once the segment has a successor."""

@@ -70,7 +70,7 @@ def _with_own_logprobs(episode: Episode, known: dict[str, Any]) -> Sequence:
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(st.tuples(*(rollouts(f"rollout-{number}") for number in range(3))))
 def test_every_export_trains_the_same_tokens(made: tuple[Rollout, ...]) -> None:
     """Rows and calls of every format, decoded, are the Episodes: tokens, positions, logprobs and what is trained."""

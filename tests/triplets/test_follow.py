@@ -113,7 +113,7 @@ OPERATIONS = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(OPERATIONS)
 def test_any_interleaving_gives_each_revision_once(
     make_rollout: MakeRollout, operations: list[tuple[str, list[str] | str | int | None]]

@@ -119,7 +119,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(rollouts(), max_size=3, unique_by=lambda rollout: (rollout.rollout_id, rollout.attempt)))
 def test_rows_come_back_as_they_were_written(as_row: Callable[[Any], Any], written: list[Rollout]):
     """Null lists, empty lists, any text and the extremes of every number survive the way through Parquet, in order."""
@@ -137,7 +137,7 @@ def test_rows_come_back_as_they_were_written(as_row: Callable[[Any], Any], writt
     ]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rollouts())
 def test_content_is_the_same_as_itself_through_a_file(rollout: Rollout):
     """What was committed is recognised as the same content, so a restart writes no new revision."""

@@ -10,7 +10,7 @@ from spanmill.adapters.keys import keys, signal
 from spanmill.triplets.table import rows_to_tables
 
 SEEDS = st.integers(min_value=0, max_value=2**32)
-UNHURRIED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+UNHURRIED = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 
 
 @UNHURRIED
