@@ -1,4 +1,4 @@
-"""Which rows of each rollout are the newest, in a third of the memory that a dict takes, or less.
+"""Which rows of each rollout are the newest, in less than half of the memory that a dict takes.
 
 A service holds this for all rollouts that it ever wrote. They are known by digests of 128 bits: that two of 10^9 have
 the same one has a chance below 10^-20.
