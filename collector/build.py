@@ -117,20 +117,16 @@ def _build_on_ray(
     config: BuildConfig,
 ) -> None:
     work = build_ray.prepare(inputs, config, table, expired, PARTITION_BYTES)
-    file = work.folder / "components.sqlite"
+    file = work.folder / build_ray.COMPONENTS
     file.unlink(missing_ok=True)
-    with (
-        build_ray.cluster(config.workers) as data,
-        closing(Components(file)) as components,
-        closing(build_ray.UnitTraces(work.folder / "units.sqlite")) as traces,
-    ):
-        found = build_ray.survey_units(data, work, components, traces, _shown)
-        _check_readable(found.unreadable, found.requests, found.why)
-        count = components.resolve(PARTITION_BYTES)
-        traces.write_places(work.folder / "places", components.place)
-        given = [*found.rewards, *table]
-        places = [components.of_rollout(reward.rollout_id) for reward in given]
-        known = _known(count, given, places, expired, components)
+    with build_ray.cluster(config.workers) as data:
+        with closing(Components(file)) as components:
+            found = build_ray.survey_units(data, work, components, _shown)
+            _check_readable(found.unreadable, found.requests, found.why)
+            count = components.resolve(PARTITION_BYTES)
+            given = [*found.rewards, *table]
+            places = [components.of_rollout(reward.rollout_id) for reward in given]
+            known = _known(count, given, places, expired, components)
         build_ray.write_partitions(data, work, known, _shown)
     missed = build_ray.commit(work, count, dataset)
     if not build_ray.finished(work, count):

@@ -4,8 +4,8 @@
                        ── deal ──> pieces ── Ray's shuffle by partition ── put together ──> a folder for each partition
                                                                              the driver commits them in their order
 
-The folder `.build-ray` in OUT, or in --work, is seen by the driver and every worker. It holds the places of each unit's
-traces and the partitions that are done, so a run that was killed is gone on with by the same command: what is done is
+The folder `.build-ray` in OUT, or in --work, is seen by the driver and every worker. It holds what belongs
+together and the partitions that are done, so a run that was killed is gone on with by the same command: what is done is
 left out before the shuffle. Neither the number of workers nor a run that was cut off changes a byte of the dataset.
 """
 
@@ -14,19 +14,17 @@ import logging
 import os
 import pickle
 import shutil
-import sqlite3
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 from spanmill.adapters import Options
 from spanmill.collector import rewards as posted
-from spanmill.collector.components import Components, Place
+from spanmill.collector.components import Components, Told, places
 from spanmill.collector.config import BuildConfig
 from spanmill.collector.expired import Batch
-from spanmill.collector.index import Found
 from spanmill.collector.indexer import options
 from spanmill.collector.inputs import Unit, read_unit, units
 from spanmill.collector.journal import Kind
@@ -41,8 +39,7 @@ from spanmill.triplets.schema import ROLLOUTS, TABLES
 from spanmill.triplets.writer import DatasetWriter, write_part
 
 FOLDER: Final = ".build-ray"
-_CHUNK: Final = 2000
-"""Requests that are surveyed before what they hold is handed on."""
+COMPONENTS: Final = "components.sqlite"
 
 Shown = Callable[[Iterable[Any], str, int | None], Iterator[Any]]
 
@@ -121,7 +118,7 @@ def prepare(
                 "give those again to go on with it, or choose an empty folder"
             )
         shutil.rmtree(folder, ignore_errors=True)
-        for name in ("places", "parts", "known"):
+        for name in ("told", "parts", "known"):
             (folder / name).mkdir(parents=True)
         mark.write_text(fingerprint)
     return Work(config.out, folder, found, partition_bytes, chosen)
@@ -136,91 +133,55 @@ def work_folder(config: BuildConfig) -> Path | None:
 # Pass 1: what belongs together
 
 
-def survey_units(data: Any, work: Work, components: Components, traces: "UnitTraces", shown: Shown) -> Surveyed:
-    """Tell `components` and `traces` what the units hold."""
+def survey_units(data: Any, work: Work, components: Components, shown: Shown) -> Surveyed:
+    """Tell `components` what the units hold."""
     numbered = [{"unit": number, "what": pickle.dumps(unit)} for number, unit in enumerate(work.units)]
-    rows = data.from_items(numbered, override_num_blocks=len(numbered)).flat_map(_survey_unit)
+    rows = data.from_items(numbered, override_num_blocks=len(numbered)).map(
+        _survey_unit, fn_kwargs={"folder": work.folder}
+    )
     rewards, requests, unreadable, why = list[Reward](), 0, 0, ""
-    for row in shown(rows.iter_rows(), "surveying", None):
+    for row in shown(rows.iter_rows(), "surveying", len(work.units)):
         if row["failed"]:
             raise InputError(row["failed"])
-        found: list[Found] = pickle.loads(row["found"])
-        components.add(found)
-        traces.add(row["unit"], [one.trace for one in found])
+        components.take(_told(work.folder, row["unit"]))
         rewards += pickle.loads(row["rewards"])
         requests, unreadable, why = requests + row["requests"], unreadable + row["unreadable"], why or row["why"]
     return Surveyed(requests, unreadable, why, sorted(rewards, key=lambda reward: reward.received_ns))
 
 
-def _survey_unit(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _told(folder: Path, unit: int) -> Path:
+    """What a unit holds; the driver reads it, and then the task that deals the unit."""
+    return folder / "told" / str(unit)
+
+
+def _survey_unit(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     rest_collector()
-    requests = iter(read_unit(pickle.loads(row["what"])))
-    ended, failed = False, ""
-    while not ended:
-        found, rewards, count, unreadable, why = dict[str, Found](), list[Reward](), 0, 0, ""
-        ended = True
+    rewards, count, unreadable, why, failed = list[Reward](), 0, 0, "", ""
+    path = _told(folder, row["unit"])
+    writing = path.with_suffix(f".{os.getpid()}")
+    writing.unlink(missing_ok=True)
+    with closing(Told(writing)) as told:
         try:
-            for request in requests:
+            for request in read_unit(pickle.loads(row["what"])):
                 if request.kind is Kind.REWARDS:
                     rewards += posted.decode(request.body)
                 elif request.kind is not Kind.FLUSH:
                     count += 1
                     try:
-                        for one in survey(request.kind, request.body):
-                            found[one.trace] = _added(found.get(one.trace), one)
+                        told.add(survey(request.kind, request.body))
                     except DecodeError as error:
                         unreadable, why = unreadable + 1, why or str(error)
-                if count == _CHUNK:
-                    ended = False
-                    break
         except InputError as error:  # Ray would wrap it into an error of its own
             failed = str(error)
-        yield {
-            "unit": row["unit"],
-            "found": pickle.dumps(list(found.values())),
-            "rewards": pickle.dumps(rewards),
-            "requests": count,
-            "unreadable": unreadable,
-            "why": why,
-            "failed": failed,
-        }
-
-
-def _added(one: Found | None, other: Found) -> Found:
-    """What two requests hold of one trace."""
-    if one is None:
-        return other
-    return Found(one.trace, one.bytes + other.bytes, one.keys | other.keys, one.ends or other.ends)
-
-
-class UnitTraces:
-    """Which traces each unit holds, in a file: a task is told the places of its own unit's traces and no others."""
-
-    def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(path, isolation_level=None)
-        self._db.executescript(
-            "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; DROP TABLE IF EXISTS held;"
-            "CREATE TABLE held (unit INTEGER, trace BLOB, PRIMARY KEY (unit, trace)) WITHOUT ROWID;"
-        )
-
-    def close(self) -> None:
-        """Close the file."""
-        self._db.close()
-
-    def add(self, unit: int, traces: Sequence[str]) -> None:
-        """Take in what a unit holds, or some of it."""
-        self._db.execute("BEGIN")
-        rows = ((unit, trace.encode("utf-8", "surrogatepass")) for trace in traces)
-        self._db.executemany("INSERT OR IGNORE INTO held VALUES (?, ?)", rows)
-        self._db.execute("COMMIT")
-
-    def write_places(self, folder: Path, place: Callable[[str], Place | None]) -> None:
-        """Write `folder`/UNIT for each unit: the places of its traces."""
-        (count,) = self._db.execute("SELECT coalesce(max(unit), -1) + 1 FROM held").fetchone()
-        for unit in range(count):
-            rows = self._db.execute("SELECT trace FROM held WHERE unit = ?", (unit,))
-            traces = [bytes(trace).decode("utf-8", "surrogatepass") for (trace,) in rows]
-            (folder / str(unit)).write_bytes(pickle.dumps({trace: place(trace) for trace in traces}))
+    writing.rename(path)
+    return {
+        "unit": row["unit"],
+        "rewards": pickle.dumps(rewards),
+        "requests": count,
+        "unreadable": unreadable,
+        "why": why,
+        "failed": failed,
+    }
 
 
 # Pass 2: rows
@@ -249,13 +210,12 @@ def write_partitions(data: Any, work: Work, known: Mapping[int, Known], shown: S
 
 def _deal_unit(row: dict[str, Any], folder: Path, done: set[int]) -> Iterator[dict[str, Any]]:
     rest_collector()
-    path = folder / "places" / str(row["unit"])
-    places: dict[str, Place | None] = pickle.loads(path.read_bytes()) if path.exists() else {}
+    of_traces = places(folder / COMPONENTS, _told(folder, row["unit"]))
     for request in read_unit(pickle.loads(row["what"])):
         if request.kind in (Kind.REWARDS, Kind.FLUSH):
             continue
         try:
-            pieces = deal(request, places.get)
+            pieces = deal(request, of_traces.get)
         except DecodeError:  # counted by the survey
             continue
         for piece in pieces:
