@@ -212,9 +212,8 @@ class Call:
                     "record outside", "call.record: the call is not going on: record inside `with spanmill.call(...)`"
                 )
                 return
-            for name, value in token_attributes(*token_data).items():
-                span.set_attribute(name, value)  # pyright: ignore[reportArgumentType]  bytes, where the SDK keeps them
-            span.set_attributes(answer_attributes(**answer))
+            found = {**token_attributes(*token_data), **answer_attributes(**answer)}
+            span.set_attributes(found)  # pyright: ignore[reportArgumentType]  bytes, where the SDK keeps them
 
     def from_response(
         self, response: Any, *, policy_version: str | int | None = None, logprobs_mode: str | None = None

@@ -4,18 +4,17 @@ Used where requests pass by: in client libraries (`injector`) and in the gateway
 """
 
 import json
-import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, Final, cast
 
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from spanmill.instrument import asking, identity, provider, sglang
-from spanmill.instrument.asking import CHAT, COMPLETIONS, missing, named_in
+from spanmill.instrument.asking import CHAT, COMPLETIONS, LOGPROBS, missing, named_in
 from spanmill.instrument.calls import Attributes, Call
 from spanmill.instrument.chunks import Chunks
+from spanmill.instrument.parsing import parse
 from spanmill.instrument.replies import Reply, request_of
 from spanmill.instrument.reports import guarded
 from spanmill.instrument.sglang import GENERATE, STREAMED
@@ -86,7 +85,7 @@ class Exchange:
     def whole(self, content: bytes) -> bytes:
         """Record an answer that came whole; returns it as the client would have got it."""
         with guarded("answer"):
-            answer = _json(content)
+            answer = parse(content, with_logprobs=self.route != CHAT or LOGPROBS not in self.added)
             if self.route == GENERATE:
                 changed = self._record_samples(answer)
             else:
@@ -99,7 +98,7 @@ class Exchange:
         """Record the data of one event of a streamed answer; returns what the client is to get, None if nothing."""
         self._streamed = True
         with guarded("answer"):
-            found = _json(data)
+            found = parse(data)
             if isinstance(found, dict):
                 chunk = cast("Object", found)
                 self._chunks.add(chunk)
@@ -149,19 +148,3 @@ def _chunks(route: str, body: Mapping[str, Any]) -> Chunks | Reply | sglang.Gene
     if route == GENERATE:
         return sglang.Generated(body)
     return Chunks() if route in (CHAT, COMPLETIONS) else Reply(route)
-
-
-def _json(content: bytes) -> Any:
-    """A JSON value; None for what is none, which is none of our business.
-
-    Where the client library has loaded pydantic its parser is used: half the time on long lists, which is what ids are.
-    It refuses what `json` takes (half a surrogate pair), so the last word is not its.
-    """
-    parse: Any = getattr(sys.modules.get("pydantic_core"), "from_json", None)
-    if parse is not None:
-        with suppress(ValueError):
-            return parse(content)
-    try:
-        return json.loads(content)
-    except ValueError:
-        return None

@@ -140,10 +140,12 @@ def from_baggage(context: Context | None = None) -> Identity | None:
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Identity | None:
     """The identity of this process: `SPANMILL_ROLLOUT_ID` and the like, else `OTEL_RESOURCE_ATTRIBUTES`."""
-    named = read(lambda field: environ.get(field.env))
-    if named is not None:
+    if environ.get("SPANMILL_ROLLOUT_ID") and (named := read(lambda field: environ.get(field.env))) is not None:
         return named
-    pairs = (item.partition("=") for item in environ.get(RESOURCE_ATTRIBUTES, "").split(","))
+    text = environ.get(RESOURCE_ATTRIBUTES, "")
+    if ROLLOUT_ID not in text:
+        return None
+    pairs = (item.partition("=") for item in text.split(","))
     resource = {key.strip(): unquote(value.strip()) for key, _, value in pairs}
     return read(lambda field: resource.get(field.attribute))
 

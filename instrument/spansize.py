@@ -29,6 +29,8 @@ def value_size(value: object) -> int:
         return FIELD_BYTES + text_size(value)
     if isinstance(value, bytes):
         return FIELD_BYTES + len(value)
+    if type(value) in _NUMBERS:
+        return NUMBER_BYTES
     if isinstance(value, Mapping):
         return FIELD_BYTES + attributes_size(cast("Mapping[str, object]", value))
     if isinstance(value, Sequence):

@@ -1,7 +1,6 @@
 """Requests and answers that pass by: what is added, what is taken out, how chunks become an answer."""
 
 import json
-import sys
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stub_vllm import PROMPT, Stub, chunks, ids_of, logprobs_of
 
-from spanmill.instrument import exchange
 from spanmill.instrument.asking import CHAT, COMPLETIONS, MESSAGES, RESPONSES, missing, named_in, route_of, strip
 from spanmill.instrument.chunks import Chunks
 from spanmill.instrument.replies import Reply, request_of
@@ -318,14 +316,3 @@ def test_request_of() -> None:
     assert [{"role": "system", "parts": [{"type": "text", "content": "s"}]}] == asked["messages"]
     assert 7 == request_of(CHAT, {"max_completion_tokens": 7})["max_tokens"]
     assert "hi" in json.dumps(request_of(RESPONSES, {"input": "hi"})["messages"])
-
-
-@pytest.mark.parametrize("content", [b'{"id": "a", "x": [1.5, -1e-7, 12345678901234567890]}', b'{"id": "\\ud800"}'])
-def test_an_answer_is_read_with_and_without_pydantic(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parser gives what `json` gives, also of what it refuses itself."""
-    import pydantic_core  # as the client library does
-
-    assert pydantic_core is sys.modules["pydantic_core"]
-    found = exchange._json(content)  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.delitem(sys.modules, "pydantic_core")
-    assert [json.loads(content)] * 2 == [found, exchange._json(content)]  # pyright: ignore[reportPrivateUsage]
