@@ -1,39 +1,39 @@
 """`spanmill build`: recorded requests into a dataset, in bounded memory.
 
 Inputs are read twice: first to find out which traces belong together, then to deal their spans out into partitions,
-files that each fit into memory; processes of their own put them together. What fits into one partition is read once and
-put together here. `collector/partition.py` has the pure functions that this is made of and says in what order the rows
-stand: neither the order in which requests came nor the number of processes changes it.
+files that each fit into memory; after that each partition is put together. All three are done by processes of their
+own, a share of the input or a partition each (`collector/shares.py`, `collector/spill.py`). `collector/partition.py`
+has the pure functions that this is made of and says in what order the rows stand: neither the order in which requests
+came nor the number of processes changes it.
 """
 
+import sqlite3
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
-from shutil import rmtree
+from shutil import copyfileobj, rmtree
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.progress import track
 
 from spanmill.adapters import adapt
 from spanmill.collector import build_ray
-from spanmill.collector import rewards as posted
 from spanmill.collector.components import Components, Place
 from spanmill.collector.config import BuildConfig
 from spanmill.collector.expired import LIST_NAME, Batch, read_expired
-from spanmill.collector.index import Found
 from spanmill.collector.indexer import options
-from spanmill.collector.inputs import Request, read_requests, read_rewards
-from spanmill.collector.journal import Kind
-from spanmill.collector.partition import Known, Piece, deal, key_of, put_together
-from spanmill.collector.spill import cores, spill, write_partitions
+from spanmill.collector.input_files import warn_once
+from spanmill.collector.inputs import nothing_in, read_rewards, units
+from spanmill.collector.partition import Known, key_of, put_together
+from spanmill.collector.shares import Surveyed, deal_share, shares, survey_share
+from spanmill.collector.spill import Processes, cores, spill, write_partition
 from spanmill.collector.stats import loss_report
-from spanmill.collector.survey import survey
-from spanmill.errors import DatasetError, DecodeError, InputError
+from spanmill.errors import DatasetError, InputError
 from spanmill.storage import Location
 from spanmill.triplets.parts import part_numbers
 from spanmill.triplets.records import Reward
@@ -42,6 +42,8 @@ from spanmill.triplets.writer import DatasetWriter, write_part
 
 PARTITION_BYTES = 32 << 20
 """Of requests; put together they take about six times that in each process."""
+SHARE_BYTES = 32 << 20
+"""Of files, that are surveyed and dealt at a time, or one file that is larger."""
 LINE_S = 10.0
 
 T = TypeVar("T")
@@ -62,51 +64,123 @@ def build(inputs: Sequence[Location], config: BuildConfig) -> int:
             if left != work:
                 rmtree(left)
         expired = _expired(inputs)
-        if on_ray:
-            _build_on_ray(inputs, table, expired, dataset, config)
-        else:
-            with TemporaryDirectory(prefix=".build-", dir=here) as folder:
-                _build(_Recorded(inputs), table, expired, dataset, config, Path(folder))
+        try:
+            if on_ray:
+                _build_on_ray(inputs, table, expired, dataset, config)
+            else:
+                with TemporaryDirectory(prefix=".build-", dir=here) as folder:
+                    _build(inputs, table, expired, dataset, config, Path(folder))
+        except sqlite3.Error as error:  # of what is known of traces
+            raise DatasetError(f"cannot write to {work or config.out}: {error}") from error
     print(loss_report(config.out), end="")
     return 0
 
 
+class _Input:
+    """What is read: the units of each input, cut into shares."""
+
+    def __init__(self, paths: Sequence[Location]) -> None:
+        self._units = {path: units(path) for path in paths}
+        stamped = [(unit, unit.stamp()) for path in paths for unit in self._units[path]]
+        self.stamps = [stamp for _, stamp in stamped]
+        """Which change when what is read does."""
+        self.shares = shares(((unit, stamp[1]) for unit, stamp in stamped), SHARE_BYTES)
+
+    def check(self, surveyed: Sequence[Surveyed]) -> None:
+        """Say what was passed over. Raises InputError if nothing can be read, or if an input holds nothing of OTLP."""
+        for warning in chain.from_iterable(one.warnings for one in surveyed):
+            warn_once(warning)
+        every = chain.from_iterable(one.read for one in surveyed)
+        read = dict(zip(chain.from_iterable(self.shares), every, strict=True))
+        for path, of_path in self._units.items():
+            others = [unit.path for unit in of_path if not read[unit].is_otlp]
+            if len(others) == len(of_path):
+                raise nothing_in(path)
+            if others:
+                warn_once(f"{len(others)} files in {path} are not OTLP and are passed over, the first is {others[0]}")
+        count, unreadable = (
+            sum(one.requests for one in read.values()),
+            sum(len(one.unreadable) for one in read.values()),
+        )
+        if unreadable:
+            why = next(one.why for one in surveyed if one.why)
+            line = f"{unreadable} of {count} requests cannot be read, the first of them: {why}"
+            if unreadable == count:
+                raise InputError(line)
+            _say(line)
+
+
+class _Placed(NamedTuple):
+    """What is known when the rows are about to be made."""
+
+    given: list[Reward]
+    """All rewards."""
+    places: list[Place | None]
+    """Theirs."""
+    known: dict[int, Known]
+    """By partition."""
+
+
+def _placed(
+    surveyed: Sequence[Surveyed], table: Sequence[Reward], expired: Sequence[Batch], components: Components
+) -> _Placed:
+    count = components.resolve(PARTITION_BYTES)
+    rewards = chain.from_iterable(one.rewards for one in surveyed)
+    given = [*sorted(rewards, key=lambda reward: reward.received_ns), *table]
+    places = [components.of_rollout(reward.rollout_id) for reward in given]
+    return _Placed(given, places, _known(count, given, places, expired, components))
+
+
 def _build(
-    recorded: "_Recorded",
+    inputs: Sequence[Location],
     table: Sequence[Reward],
     expired: Sequence[Batch],
     dataset: DatasetWriter,
     config: BuildConfig,
     folder: Path,
 ) -> None:
-    with closing(Components(folder / "components.sqlite")) as components:
-        held = _survey(recorded, components)
-        recorded.check()
-        count = components.resolve(PARTITION_BYTES)
-        given = [*recorded.rewards(), *table]
-        places = [components.of_rollout(reward.rollout_id) for reward in given]
-        if held is None:
-            again = _shown(recorded.again(), "sorting requests", recorded.count)
-            spill(_dealt(recorded, again, components), folder)
-            pieces = list[Piece]()
-        else:
-            pieces = list(_dealt(recorded, held, components))
-        known = _known(count, given, places, expired, components)
-    missed = set[bytes]()
-    if held is None:
-        workers = config.workers or cores()
-        done = write_partitions(folder, known, options(config), workers)
-        for written in _shown(done, "writing rows", count):
-            missed.update(written.missed)
-            if written.folder is not None:
-                dataset.take(written.folder)
-    elif pieces:
-        made = put_together(pieces, known[0], options(config))
-        missed.update(made.missed)
-        if not made.empty:
-            write_part(folder, made.tables, made.strays)
-            dataset.take(folder)
+    found = _Input([_kept(path, folder / f"{number}.input") for number, path in enumerate(inputs)])
+    told = [folder / f"{number}.told" for number in range(len(found.shares))]
+    file = folder / "components.sqlite"
+    with Processes(config.workers or cores()) as processes:
+        with closing(Components(file)) as components:
+            surveyed = list[Surveyed]()
+            surveying = processes.map(survey_share, list(zip(found.shares, told, strict=True)))
+            for path, one in zip(told, _shown(surveying, "surveying", len(told)), strict=True):
+                components.take(path)
+                surveyed.append(one)
+            found.check(surveyed)
+            given, places, known = _placed(surveyed, table, expired, components)
+        dealing = [(units, one.read, file, path) for units, one, path in zip(found.shares, surveyed, told, strict=True)]
+        missed = set[bytes]()
+        if len(known) == 1:
+            made = put_together(chain.from_iterable(deal_share(*job) for job in dealing), known[0], options(config))
+            missed.update(made.missed)
+            if not made.empty:
+                write_part(folder, made.tables, made.strays)
+                dataset.take(folder)
+        elif known:
+            dealt = processes.map(_spill_share, [(folder, *job) for job in dealing])
+            spilled = set(_shown(dealt, "sorting", len(dealing)))
+            jobs = [(folder, spilled, number, of_partition, options(config)) for number, of_partition in known.items()]
+            for written in _shown(processes.map(write_partition, jobs), "writing rows", len(known)):
+                missed.update(written.missed)
+                if written.folder is not None:
+                    dataset.take(written.folder)
     _write_nowhere(given, places, missed, dataset, config)
+
+
+def _spill_share(folder: Path, *job: Any) -> int:
+    return spill(deal_share(*job), folder)
+
+
+def _kept(path: Location, copy: Path) -> Location:
+    """An input that can be read twice: itself, or a copy of a pipe."""
+    if isinstance(path, Path) and path.exists() and not (path.is_file() or path.is_dir()):
+        with path.open("rb") as pipe, copy.open("wb") as file:
+            copyfileobj(pipe, file)
+        return copy
+    return path
 
 
 def _build_on_ray(
@@ -116,20 +190,18 @@ def _build_on_ray(
     dataset: DatasetWriter,
     config: BuildConfig,
 ) -> None:
-    work = build_ray.prepare(inputs, config, table, expired, PARTITION_BYTES)
+    found = _Input(inputs)
+    work = build_ray.prepare(found.shares, config, (found.stamps, table, expired, PARTITION_BYTES))
     file = work.folder / build_ray.COMPONENTS
     file.unlink(missing_ok=True)
     with build_ray.cluster(config.workers) as data:
         with closing(Components(file)) as components:
-            found = build_ray.survey_units(data, work, components, _shown)
-            _check_readable(found.unreadable, found.requests, found.why)
-            count = components.resolve(PARTITION_BYTES)
-            given = [*found.rewards, *table]
-            places = [components.of_rollout(reward.rollout_id) for reward in given]
-            known = _known(count, given, places, expired, components)
-        build_ray.write_partitions(data, work, known, _shown)
-    missed = build_ray.commit(work, count, dataset)
-    if not build_ray.finished(work, count):
+            surveyed = build_ray.survey_shares(data, work, components, _shown)
+            found.check(surveyed)
+            given, places, known = _placed(surveyed, table, expired, components)
+        build_ray.write_partitions(data, work, [one.read for one in surveyed], known, _shown)
+    missed = build_ray.commit(work, len(known), dataset)
+    if not build_ray.finished(work, len(known)):
         _write_nowhere(given, places, missed, dataset, config)
     rmtree(work.folder)
 
@@ -187,85 +259,6 @@ def _check_empty(out: Location, *, goes_on: bool = False) -> None:
     others = sorted(path.name for path in out.iterdir() if path.name not in own and not path.name.startswith(".build-"))
     if others:
         raise DatasetError(f"{out} is not empty, it has {others[0]}; choose an empty folder")
-
-
-class _Recorded:
-    """What the inputs hold."""
-
-    def __init__(self, inputs: Sequence[Location]) -> None:
-        self._inputs = inputs
-        self._rewards = list[Reward]()
-        self.count = 0
-        """Requests that were read."""
-        self.size = 0
-        """Their bytes."""
-        self._unreadable = dict[int, str]()
-        """Number of a request that is no OTLP, and why."""
-
-    def requests(self) -> Iterator[Request]:
-        """The requests that hold spans; to be read once, and numbered from 0 by whoever reads them."""
-        for request in self._everything():
-            if request.kind is Kind.REWARDS:
-                self._rewards += posted.decode(request.body)
-            elif request.kind is not Kind.FLUSH:
-                self.count += 1
-                self.size += len(request.body)
-                yield request
-
-    def again(self) -> Iterator[Request]:
-        """The same requests a second time, without what an input got meanwhile."""
-        spans = (request for request in self._everything() if request.kind not in (Kind.REWARDS, Kind.FLUSH))
-        return islice(spans, self.count)
-
-    def rewards(self) -> list[Reward]:
-        """The rewards that stood between the requests, by the time at which they were received."""
-        return sorted(self._rewards, key=lambda reward: reward.received_ns)
-
-    def found(self, number: int, request: Request) -> list[Found]:
-        """What a request holds; nothing if it cannot be read, which is noted."""
-        try:
-            return survey(request.kind, request.body)
-        except DecodeError as error:
-            self._unreadable[number] = str(error)
-            return []
-
-    def pieces(self, number: int, request: Request, components: Components) -> list[Piece]:
-        """The pieces of a request, none if it cannot be read."""
-        return [] if number in self._unreadable else deal(request, components.place)
-
-    def check(self) -> None:
-        """Say how many requests could not be read. Raises InputError if that goes for all of them."""
-        _check_readable(len(self._unreadable), self.count, next(iter(self._unreadable.values()), ""))
-
-    def _everything(self) -> Iterator[Request]:
-        return chain.from_iterable(map(read_requests, self._inputs))
-
-
-def _check_readable(unreadable: int, count: int, why: str) -> None:
-    """Say how many requests could not be read, and why the first. Raises InputError if that goes for all of them."""
-    if not unreadable:
-        return
-    line = f"{unreadable} of {count} requests cannot be read, the first of them: {why}"
-    if unreadable == count:
-        raise InputError(line)
-    _say(line)
-
-
-def _survey(recorded: _Recorded, components: Components) -> list[Request] | None:
-    """Tell `components` what the requests hold; the requests themselves, unless they are more than one partition."""
-    held: list[Request] | None = []
-    for number, request in enumerate(_shown(recorded.requests(), "reading requests")):
-        components.add(recorded.found(number, request))
-        if held is not None:
-            held.append(request)
-            if recorded.size > PARTITION_BYTES:
-                held = None
-    return held
-
-
-def _dealt(recorded: _Recorded, requests: Iterable[Request], components: Components) -> Iterator[Piece]:
-    for number, request in enumerate(requests):
-        yield from recorded.pieces(number, request, components)
 
 
 # For people

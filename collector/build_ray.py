@@ -1,6 +1,6 @@
 """`spanmill build --engine ray`: the same functions on Ray Data, which schedules, shuffles and starts again.
 
-    units of the input ── survey ──> components, on the driver's disk
+    shares of the input ─ survey ──> components, on the driver's disk
                        ── deal ──> pieces ── Ray's shuffle by partition ── put together ──> a folder for each partition
                                                                              the driver commits them in their order
 
@@ -14,27 +14,24 @@ import logging
 import os
 import pickle
 import shutil
+import sqlite3
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 from spanmill.adapters import Options
-from spanmill.collector import rewards as posted
-from spanmill.collector.components import Components, Told, places
+from spanmill.collector.components import Components
 from spanmill.collector.config import BuildConfig
-from spanmill.collector.expired import Batch
 from spanmill.collector.indexer import options
-from spanmill.collector.inputs import Unit, read_unit, units
-from spanmill.collector.journal import Kind
-from spanmill.collector.partition import Known, Piece, deal, put_together
+from spanmill.collector.inputs import Unit
+from spanmill.collector.partition import Known, Piece, put_together
+from spanmill.collector.shares import Read, Surveyed, deal_share, survey_share
 from spanmill.collector.spill import cores, rest_collector
-from spanmill.collector.survey import survey
-from spanmill.errors import ConfigError, DatasetError, DecodeError, InputError
+from spanmill.errors import ConfigError, DatasetError, InputError
 from spanmill.storage import Location, sync
 from spanmill.triplets.parts import part_numbers
-from spanmill.triplets.records import Reward
 from spanmill.triplets.schema import ROLLOUTS, TABLES
 from spanmill.triplets.writer import DatasetWriter, write_part
 
@@ -50,20 +47,8 @@ class Work(NamedTuple):
     out: Location
     folder: Path
     """What is in between; seen by the driver and every worker."""
-    units: list[Unit]
-    partition_bytes: int
+    shares: list[list[Unit]]
     options: Options
-
-
-class Surveyed(NamedTuple):
-    """What all units hold."""
-
-    requests: int
-    unreadable: int
-    why: str
-    """Why the first of those cannot be read."""
-    rewards: list[Reward]
-    """By the time at which they were received."""
 
 
 @contextmanager
@@ -91,25 +76,19 @@ def cluster(workers: int | None) -> Generator[Any]:
             ray.shutdown()
 
 
-def prepare(
-    inputs: Sequence[Location],
-    config: BuildConfig,
-    table: Sequence[Reward],
-    expired: Sequence[Batch],
-    partition_bytes: int,
-) -> Work:
-    """The work folder of these inputs and options: that of a run which was cut off, if it was the same, else a new one.
+def prepare(shares: list[list[Unit]], config: BuildConfig, told: object) -> Work:
+    """The work folder of this input and these options: that of a run which was cut off, if it was the same, else a new
+    one. `told` is what else the rows depend on.
 
-    Raises InputError if an input cannot be read, DatasetError if rows of another run are committed already, and
-    ConfigError if nothing says where the folder is.
+    Raises DatasetError if rows of another run are committed already, and ConfigError if nothing says where the folder
+    is.
     """
     folder = work_folder(config)
     if folder is None:
         raise ConfigError(f"--out {config.out} is no folder: --work names one that all workers of Ray share")
-    found = [unit for path in inputs for unit in units(path)]
     chosen = options(config)
-    told = repr((str(config.out), [unit.stamp() for unit in found], chosen, partition_bytes, table, expired))
-    fingerprint = hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
+    all_told = repr((str(config.out), shares, chosen, told))
+    fingerprint = hashlib.sha256(all_told.encode("utf-8", "surrogatepass")).hexdigest()
     mark = folder / "fingerprint"
     if not (mark.is_file() and mark.read_text() == fingerprint):
         if folder.is_dir() and part_numbers(config.out, ROLLOUTS):
@@ -121,7 +100,7 @@ def prepare(
         for name in ("told", "parts", "known"):
             (folder / name).mkdir(parents=True)
         mark.write_text(fingerprint)
-    return Work(config.out, folder, found, partition_bytes, chosen)
+    return Work(config.out, folder, shares, chosen)
 
 
 def work_folder(config: BuildConfig) -> Path | None:
@@ -133,71 +112,60 @@ def work_folder(config: BuildConfig) -> Path | None:
 # Pass 1: what belongs together
 
 
-def survey_units(data: Any, work: Work, components: Components, shown: Shown) -> Surveyed:
-    """Tell `components` what the units hold."""
-    numbered = [{"unit": number, "what": pickle.dumps(unit)} for number, unit in enumerate(work.units)]
-    rows = data.from_items(numbered, override_num_blocks=len(numbered)).map(
-        _survey_unit, fn_kwargs={"folder": work.folder}
-    )
-    rewards, requests, unreadable, why = list[Reward](), 0, 0, ""
-    for row in shown(rows.iter_rows(), "surveying", len(work.units)):
+def survey_shares(data: Any, work: Work, components: Components, shown: Shown) -> list[Surveyed]:
+    """What the shares hold; `components` is told of traces and keys. Raises InputError if an input cannot be read."""
+    rows = _numbered(data, work.shares).map(_survey_share, fn_kwargs={"folder": work.folder})
+    surveyed = dict[int, Surveyed]()
+    for row in shown(rows.iter_rows(), "surveying", len(work.shares)):
         if row["failed"]:
             raise InputError(row["failed"])
-        components.take(_told(work.folder, row["unit"]))
-        rewards += pickle.loads(row["rewards"])
-        requests, unreadable, why = requests + row["requests"], unreadable + row["unreadable"], why or row["why"]
-    return Surveyed(requests, unreadable, why, sorted(rewards, key=lambda reward: reward.received_ns))
+        components.take(_told(work.folder, row["number"]))
+        surveyed[row["number"]] = pickle.loads(row["surveyed"])
+    return [surveyed[number] for number in range(len(work.shares))]
 
 
-def _told(folder: Path, unit: int) -> Path:
-    """What a unit holds; the driver reads it, and then the task that deals the unit."""
-    return folder / "told" / str(unit)
+def _numbered(data: Any, items: Sequence[Any]) -> Any:
+    """A task for each item."""
+    rows = [{"number": number, "item": pickle.dumps(item)} for number, item in enumerate(items)]
+    return data.from_items(rows, override_num_blocks=len(rows))
 
 
-def _survey_unit(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _told(folder: Path, share: int) -> Path:
+    """What a share holds; the driver reads it, and then the task that deals the share."""
+    return folder / "told" / str(share)
+
+
+def _survey_share(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     rest_collector()
-    rewards, count, unreadable, why, failed = list[Reward](), 0, 0, "", ""
-    path = _told(folder, row["unit"])
+    path = _told(folder, row["number"])
     writing = path.with_suffix(f".{os.getpid()}")
     writing.unlink(missing_ok=True)
-    with closing(Told(writing)) as told:
-        try:
-            for request in read_unit(pickle.loads(row["what"])):
-                if request.kind is Kind.REWARDS:
-                    rewards += posted.decode(request.body)
-                elif request.kind is not Kind.FLUSH:
-                    count += 1
-                    try:
-                        told.add(survey(request.kind, request.body))
-                    except DecodeError as error:
-                        unreadable, why = unreadable + 1, why or str(error)
-        except InputError as error:  # Ray would wrap it into an error of its own
-            failed = str(error)
-    writing.rename(path)
-    return {
-        "unit": row["unit"],
-        "rewards": pickle.dumps(rewards),
-        "requests": count,
-        "unreadable": unreadable,
-        "why": why,
-        "failed": failed,
-    }
+    surveyed, failed = b"", ""
+    try:
+        surveyed = pickle.dumps(survey_share(pickle.loads(row["item"]), writing))
+        writing.rename(path)
+    except (InputError, sqlite3.Error) as error:  # Ray would wrap it into an error of its own
+        failed = str(error)
+    return {"number": row["number"], "surveyed": surveyed, "failed": failed}
 
 
 # Pass 2: rows
 
 
-def write_partitions(data: Any, work: Work, known: Mapping[int, Known], shown: Shown) -> None:
-    """Have the workers write every partition that is not there yet; `known` has them by number."""
+def write_partitions(
+    data: Any, work: Work, read: Sequence[Sequence[Read]], known: Mapping[int, Known], shown: Shown
+) -> None:
+    """Have the workers write every partition that is not there yet; `known` has them by number.
+
+    `read` is that of each share's `Surveyed`.
+    """
     done = {number for number in known if _part(work.folder, number).is_dir()}
     for number, of_partition in known.items():
         (work.folder / "known" / str(number)).write_bytes(pickle.dumps(of_partition))
     if len(done) == len(known):
         return
-    numbered = [{"unit": number, "what": pickle.dumps(unit)} for number, unit in enumerate(work.units)]
-    pieces = data.from_items(numbered, override_num_blocks=len(numbered)).flat_map(
-        _deal_unit, fn_kwargs={"folder": work.folder, "done": done}
-    )
+    dealing = list(zip(work.shares, read, strict=True))
+    pieces = _numbered(data, dealing).flat_map(_deal_share, fn_kwargs={"folder": work.folder, "done": done})
     folder, chosen = work.folder, work.options
 
     def put(group: Any) -> Any:
@@ -208,19 +176,12 @@ def write_partitions(data: Any, work: Work, known: Mapping[int, Known], shown: S
         pass
 
 
-def _deal_unit(row: dict[str, Any], folder: Path, done: set[int]) -> Iterator[dict[str, Any]]:
+def _deal_share(row: dict[str, Any], folder: Path, done: set[int]) -> Iterator[dict[str, Any]]:
     rest_collector()
-    of_traces = places(folder / COMPONENTS, _told(folder, row["unit"]))
-    for request in read_unit(pickle.loads(row["what"])):
-        if request.kind in (Kind.REWARDS, Kind.FLUSH):
-            continue
-        try:
-            pieces = deal(request, of_traces.get)
-        except DecodeError:  # counted by the survey
-            continue
-        for piece in pieces:
-            if piece.partition not in done:
-                yield {"partition": piece.partition, "piece": pickle.dumps(piece, pickle.HIGHEST_PROTOCOL)}
+    units, read = pickle.loads(row["item"])
+    for piece in deal_share(units, read, folder / COMPONENTS, _told(folder, row["number"])):
+        if piece.partition not in done:
+            yield {"partition": piece.partition, "piece": pickle.dumps(piece, pickle.HIGHEST_PROTOCOL)}
 
 
 def _put_partition(group: Any, folder: Path, chosen: Options) -> Any:

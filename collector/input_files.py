@@ -3,8 +3,8 @@
 import gzip
 import io
 import logging
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import zstandard
@@ -19,10 +19,33 @@ _MAGIC: Final = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _log = logging.getLogger(__name__)
 
 
-@cache
+_said = set[str]()
+_listeners = list[list[str]]()
+
+
 def warn_once(message: str) -> None:
-    """Log what was passed over; `build` reads large inputs twice, and once is enough to say it."""
-    _log.warning("%s", message)
+    """Log what was passed over; `build` reads inputs twice, and once is enough to say it."""
+    if _listeners:
+        _listeners[-1].append(message)
+    elif message not in _said:
+        _said.add(message)
+        _log.warning("%s", message)
+
+
+@contextmanager
+def listening() -> Generator[list[str]]:
+    """What would be logged meanwhile, in a list instead: for a process whose log nobody reads."""
+    heard = list[str]()
+    _listeners.append(heard)
+    try:
+        yield heard
+    finally:
+        _listeners.pop()
+
+
+def keep_quiet() -> None:
+    """Log nothing in this process."""
+    _log.disabled = True
 
 
 def compression(head: bytes) -> str | None:

@@ -47,45 +47,14 @@ class Request(NamedTuple):
     """Nanoseconds since 1970; 0 if that was not recorded."""
 
 
-def read_requests(path: Location) -> Iterator[Request]:
-    """The OTLP requests that a file or folder holds, in their order.
-
-    A file holds OTLP/JSON lines, ATIF documents (one, or one a line), or protobuf requests with a length before each (4
-    bytes big-endian, or a varint) or one alone; it may be compressed by gzip or zstd. Content decides, not the name. A
-    folder with journal segments is read as a journal, whose records of other kinds come too; other folders are read
-    file by file, sorted by name. All of them may be in an object store.
-
-    What is passed over is logged: a last request that was cut, and files of a folder that are not OTLP. A request
-    that does not parse is handed on, for its reader to count. Raises InputError if there is nothing to read, the
-    format is unknown, or the file is damaged so that what follows cannot be found.
-    """
-    if not path.is_dir():
-        yield from _file_requests(path)
-        return
-    found = False
-    others: list[Location] = []
-    for entry, is_journal in _entries(path):
-        try:
-            yield from _journal_requests(entry) if is_journal else _file_requests(entry)
-            found = True
-        except UnknownFormatError:
-            if _suffix(entry) in _PROTOBUF:
-                raise
-            others.append(entry)
-    if not found:
-        raise InputError(f"{path} holds no journal and no file of OTLP requests")
-    if others:
-        warn_once(f"{len(others)} files in {path} are not OTLP and are passed over, the first is {others[0]}")
-
-
 class Unit(NamedTuple):
     """A part of an input that can be read by itself: a file, or a segment of a journal."""
 
     path: Location
     """The file, or the journal's folder."""
     segment: int | None = None
-    found: bool = False
-    """Whether it is a file that was found in a folder, which may hold others."""
+    is_meant: bool = True
+    """Whether it has to be readable: not so a file of a folder, which may hold others too."""
 
     def stamp(self) -> tuple[str, int, int | str]:
         """Changes when what it holds does. Raises InputError if it is not there."""
@@ -100,39 +69,54 @@ class Unit(NamedTuple):
 
 
 def units(path: Location) -> list[Unit]:
-    """The units of an input; together they hold what `read_requests` reads. Raises InputError as that does."""
+    """The units of an input, in their order: a file, or the files and journals of a folder and of those in it, sorted
+    by name. Raises InputError if there is nothing to read.
+    """
     if not path.is_dir():
         return [Unit(path)]
     made = list[Unit]()
     for entry, is_journal in _entries(path):
         segments = _segments(entry) if is_journal else []
-        made += [Unit(entry, segment) for segment in segments] or [Unit(entry, found=True)]
+        made += [Unit(entry, segment) for segment in segments] or [Unit(entry, is_meant=_suffix(entry) in _PROTOBUF)]
     if not made:
-        raise InputError(f"{path} holds no journal and no file of OTLP requests")
+        raise nothing_in(path)
     return made
 
 
+def nothing_in(folder: Location) -> InputError:
+    """The error for a folder that has nothing to read."""
+    return InputError(f"{folder} holds no journal and no file of OTLP requests")
+
+
 def read_unit(unit: Unit) -> Iterator[Request]:
-    """The requests of a unit, as `read_requests` reads them; none of a found file that is not OTLP."""
+    """The requests of a unit, in their order; of a journal also records of other kinds.
+
+    A file holds OTLP/JSON lines, ATIF documents (one, or one a line), or protobuf requests with a length before each (4
+    bytes big-endian, or a varint) or one alone; it may be compressed by gzip or zstd. Content decides, not the name.
+    All may be in an object store.
+
+    What is passed over is logged: a last request that was cut, and what is damaged in a journal. A request that does
+    not parse is handed on, for its reader to count. Raises InputError if the file is damaged so that what follows
+    cannot be found, UnknownFormatError, which is one, if it is not OTLP.
+    """
     if unit.segment is not None:
         yield from _segment_requests(unit.path, unit.segment)
-        return
-    try:
+    else:
         yield from _file_requests(unit.path)
-    except UnknownFormatError:
-        if not unit.found or _suffix(unit.path) in _PROTOBUF:
-            raise
-        warn_once(f"{unit.path} is not OTLP and is passed over")
 
 
 def _segment_requests(folder: Location, segment: int) -> Iterator[Request]:
     before = journal.Position(segment, 0)
     damage = dict[journal.Position, int]()
     with _on_disk(folder, segment) as here:
-        for entry in journal.read(here, before, worker=journal.worker_of(segment), damage=damage):
+        complete = here is not folder  # nobody appends to an object of a store
+        for entry in journal.read(here, before, worker=journal.worker_of(segment), complete=complete, damage=damage):
             if entry.position.segment != segment:
                 break
             yield Request(entry.kind, entry.body, entry.received_ns)
+    if damage:
+        path = _segment_path(folder, segment)
+        warn_once(f"{path}: {sum(damage.values())} bytes in {len(damage)} places are damaged and left out")
 
 
 @contextmanager
@@ -189,18 +173,6 @@ def _listed(folder: Location) -> tuple[set[Location], set[Location]]:
 def _suffix(path: Location) -> str:
     """The suffix of what a file holds, whether it is compressed or not."""
     return next((suffix for suffix in reversed(path.suffixes) if suffix not in _PACKED), "")
-
-
-def _journal_requests(folder: Location) -> Iterator[Request]:
-    if isinstance(folder, ObjectPath):
-        for segment in _segments(folder):
-            yield from _segment_requests(folder, segment)
-        return
-    damage: dict[journal.Position, int] = {}
-    for entry in journal.read_all(folder, {}, damage=damage):
-        yield Request(entry.kind, entry.body, entry.received_ns)
-    if damage:
-        warn_once(f"{folder}: {sum(damage.values())} bytes in {len(damage)} places are damaged and left out")
 
 
 def _file_requests(path: Location) -> Iterator[Request]:

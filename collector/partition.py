@@ -85,7 +85,7 @@ def deal(request: Request, place: Callable[[str], Place | None]) -> list[Piece]:
     """The spans of a request in pieces, one for each partition; `place` is asked for each trace.
 
     A trace without a place is left out: it was not there when the input was surveyed. A request that belongs to one
-    partition as a whole is its own piece. Raises DecodeError where `survey` does.
+    partition as a whole is its own piece. The request is one that `survey` could read.
     """
     if request.kind not in _PROTO:
         return _deal_decoded(request, place)

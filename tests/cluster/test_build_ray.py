@@ -20,8 +20,8 @@ from spanmill.collector import build_ray
 from spanmill.collector import rewards as posted
 from spanmill.collector.build import build
 from spanmill.collector.config import BuildConfig
-from spanmill.collector.inputs import read_requests, read_unit, units
-from spanmill.collector.journal import JournalWriter, Kind
+from spanmill.collector.inputs import units
+from spanmill.collector.journal import JournalWriter, Kind, segment_path
 from spanmill.errors import DatasetError, InputError
 from spanmill.triplets.records import Reward
 
@@ -90,13 +90,20 @@ def test_partitions_of_several_journals(tmp_path: Path, monkeypatch: pytest.Monk
     assert [] == list((tmp_path / "ray").glob(".build*"))
 
 
-def test_units_hold_what_their_input_holds(tmp_path: Path) -> None:
-    """The segments of a journal and the files of a folder are read one by one to the same requests."""
-    journal = journal_of(tmp_path / "all", "journal", 30)
-    (tmp_path / "all" / "notes.txt").write_text("no spans")
-    expected = list(read_requests(tmp_path / "all"))
-    assert expected == [request for unit in units(tmp_path / "all") for request in read_unit(unit)]
-    assert len(units(journal)) > 2
+def test_what_is_passed_over_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What workers cannot read is said by the driver, as without Ray."""
+    journal = journal_of(tmp_path / "all", "journal", 3)
+    with segment_path(journal, 1).open("ab") as file:
+        file.write(b"torn")
+    with JournalWriter(journal):
+        pass
+    notes = tmp_path / "all" / "notes.txt"
+    notes.write_text("no spans")
+    build([notes.parent], BuildConfig(out=tmp_path / "ray", engine="ray"))
+    assert [
+        f"{segment_path(journal, 1)}: 4 bytes in 1 places are damaged and left out",
+        f"1 files in {notes.parent} are not OTLP and are passed over, the first is {notes}",
+    ] == [record.message for record in caplog.records if record.name.startswith("spanmill")]
 
 
 def test_inputs_that_cannot_be_read_are_said(tmp_path: Path) -> None:
@@ -106,6 +113,18 @@ def test_inputs_that_cannot_be_read_are_said(tmp_path: Path) -> None:
         build([tmp_path / "bad.jsonl"], BuildConfig(out=tmp_path / "out", engine="ray"))
     with pytest.raises(InputError, match=r"absent\.jsonl cannot be read: No such file"):
         build([tmp_path / "absent.jsonl"], BuildConfig(out=tmp_path / "out", engine="ray"))
+
+
+def test_requests_that_cannot_be_read_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A broken request between good ones is said, and the good ones are built, as without Ray."""
+    with JournalWriter(tmp_path / "journal") as journal:
+        for body in (make_request(*make_rollout("a")), b"\xff\xff", make_request(*make_rollout("b"))):
+            journal.append(Kind.TRACES_PROTO, body, 5)
+        journal.append(Kind.TRACES_JSON, b"{", 5)
+    for engine in ("local", "ray"):
+        build([tmp_path / "journal"], BuildConfig(out=tmp_path / engine, engine=engine))
+        assert "2 of 4 requests cannot be read" in capsys.readouterr().err
+    assert files(tmp_path / "local") == files(tmp_path / "ray")
 
 
 def test_other_inputs_do_not_go_on_with_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

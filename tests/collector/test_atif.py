@@ -8,7 +8,7 @@ from exported_rollouts import call, rollout, write
 import spanmill
 from spanmill import cli
 from spanmill.collector import atif
-from spanmill.collector.inputs import read_requests
+from spanmill.collector.inputs import read_unit, units
 from spanmill.collector.journal import Kind
 from spanmill.errors import InputError
 from spanmill.triplets.exports import export
@@ -216,10 +216,10 @@ def test_versions_that_are_not_understood(tmp_path: Path) -> None:
     path = tmp_path / "in.json"
     path.write_text(json.dumps({**FOREIGN, "schema_version": "ATIF-v2.0"}))
     with pytest.raises(InputError, match=r"ATIF-v2.0 is not understood; this spanmill reads ATIF-v1"):
-        list(read_requests(path))
+        [request for unit in units(path) for request in read_unit(unit)]
     path.write_text('{"schema_version": 1}')
     with pytest.raises(InputError, match=r"neither OTLP .* nor ATIF"):
-        list(read_requests(path))
+        [request for unit in units(path) for request in read_unit(unit)]
 
 
 def test_a_document_is_requests() -> None:

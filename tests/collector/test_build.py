@@ -1,5 +1,7 @@
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from dataset_rows import Rows, newest_rows, rollouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_spans import Span, make_call, make_request, make_rollout, make_span, trace_id
+from served import SPANMILL
 
 from spanmill.cli import main
 from spanmill.collector import build as module
@@ -197,6 +200,86 @@ def test_input_without_one_readable_request_is_refused(tmp_path: Path) -> None:
     assert rows_in_order(built(tmp_path, [make_request(*make_rollout("r"))]))[0]
 
 
+def test_files_that_are_not_otlp_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Other files of a folder are counted and one of them named, once; a folder of nothing else is refused."""
+    folder = tmp_path / "in"
+    (folder / "b").mkdir(parents=True)
+    (folder / "notes.md").write_text("# Notes")
+    (folder / "rewards.jsonl").write_text('{"rollout_id": "r", "value": 1}\n')
+    with pytest.raises(InputError, match="holds no journal and no file of OTLP requests"):
+        build([folder], BuildConfig(out=tmp_path / "none"))
+    write_requests(folder / "b" / "traces.binpb", [make_request(*make_rollout("r"))])
+    build([folder], BuildConfig(out=tmp_path / "out"))
+    assert ["r"] == read_rollouts(tmp_path / "out").collect()["rollout_id"].to_list()
+    assert [
+        f"2 files in {folder} are not OTLP and are passed over, the first is {folder / 'notes.md'}"
+    ] == caplog.messages
+
+
+def test_what_came_meanwhile_waits_for_the_next_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that an input gets between its two readings are not half taken: none of them is."""
+    source = write_requests(tmp_path / "in.binpb", [make_request(*make_rollout("a", 2))])
+    build([source], BuildConfig(out=tmp_path / "expected"))
+    placed = module._placed  # pyright: ignore[reportPrivateUsage]
+
+    def late(*known: Any) -> Any:
+        late_call = make_call("a", "late", attributes={"gen_ai.response.id": "late"})
+        request = make_request(late_call)
+        with source.open("ab") as file:
+            file.write(len(request).to_bytes(4) + request)
+        return placed(*known)
+
+    monkeypatch.setattr(module, "_placed", late)
+    build([source], BuildConfig(out=tmp_path / "out"))
+    assert rows_in_order(tmp_path / "expected") == rows_in_order(tmp_path / "out")
+
+
+def test_a_pipe_is_read_like_a_file(tmp_path: Path) -> None:
+    """What can be read only once is kept until it has been read twice."""
+    content = write_requests(
+        tmp_path / "in.binpb", [make_request(*make_rollout("a")), make_request(*make_rollout("b"))]
+    )
+    command = [str(SPANMILL), "build", "/dev/stdin", "--out", str(tmp_path / "out")]
+    with subprocess.Popen(["cat", str(content)], stdout=subprocess.PIPE) as cat:
+        subprocess.run(command, stdin=cat.stdout, check=True, capture_output=True)
+    assert ["a", "b"] == read_rollouts(tmp_path / "out").collect()["rollout_id"].to_list()
+
+
+def test_shares_of_an_input_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that processes of their own survey and deal make the dataset that one process makes of all."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number, span in enumerate(SPANS):
+        write_requests(folder / f"{number}.binpb", [make_request(span)])
+    monkeypatch.setattr(module, "PARTITION_BYTES", 1000)
+    datasets: list[dict[str, bytes]] = []
+    for share_bytes, workers in ((1 << 20, 1), (500, 3), (1, 2)):
+        monkeypatch.setattr(module, "SHARE_BYTES", share_bytes)
+        out = tmp_path / f"{share_bytes}"
+        build([folder], BuildConfig(out=out, workers=workers))
+        datasets.append({str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*.parquet"))})
+    assert [datasets[0]] * 2 == datasets[1:]
+    assert [] == list(out.glob(".build-*"))
+
+
+def test_a_disk_without_room_is_one_line(tmp_path: Path) -> None:
+    """What is in between may find no room: then the build ends with one line, and no dataset half written."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(3):
+        requests = [make_request(*make_rollout(f"{number}-{other}")) for other in range(60)]
+        write_requests(folder / f"{number}.binpb", requests)
+    small = "from spanmill.collector import build; build.PARTITION_BYTES = build.SHARE_BYTES = 20_000"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, ROOM))"
+    script = f"import sys; {small}; {limit}; from spanmill.cli import main; sys.exit(main())"
+    for kib in (10, 40):  # for traces and keys, or for pieces
+        command = [sys.executable, "-c", script.replace("ROOM", str(kib << 10)), "build", str(folder)]
+        ended = subprocess.run([*command, "--out", str(tmp_path / f"{kib}")], capture_output=True, text=True)
+        assert (1, "", 1) == (ended.returncode, ended.stdout, ended.stderr.count("\n")), ended.stderr
+        assert "cannot write to" in ended.stderr
+        assert [] == list((tmp_path / f"{kib}").rglob("*.parquet"))
+
+
 def test_what_a_killed_build_left_is_cleared_away(tmp_path: Path) -> None:
     """A folder in which a build was killed before it wrote a row can be built into; nothing of that build stays."""
     left = tmp_path / "out" / ".build-x"
@@ -243,8 +326,10 @@ def test_long_work_says_how_far_it_is(
     monkeypatch.setattr(module, "LINE_S", 0.0)
     built(tmp_path, [make_request(*make_rollout(name)) for name in ("a", "b")])
     lines = capsys.readouterr().err.splitlines()
-    assert "spanmill: reading requests: 1" in lines
-    assert "spanmill: sorting requests: 1 of 2" in lines
+    assert [f"spanmill: {what}: {number}" for what, number in (("surveying", "0 of 1"), ("sorting", "0 of 1"))] == [
+        line for line in lines if "ing: " in line
+    ]
+    assert "spanmill: writing rows: 1 of 2" in lines
 
 
 def test_nothing_makes_an_empty_dataset(tmp_path: Path) -> None:

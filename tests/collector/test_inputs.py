@@ -1,7 +1,7 @@
 import gzip
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,8 +12,8 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from spanmill.collector.inputs import read_requests, read_rewards
-from spanmill.collector.journal import JournalWriter, Kind
+from spanmill.collector.inputs import Request, read_rewards, read_unit, units
+from spanmill.collector.journal import JournalWriter, Kind, segment_path
 from spanmill.errors import InputError
 from spanmill.triplets.records import Reward
 
@@ -75,6 +75,11 @@ def write(tmp_path: Path) -> Callable[[bytes, str], Path]:
         return path
 
     return write
+
+
+def read_requests(path: Path) -> Iterator[Request]:
+    """The requests that an input holds."""
+    return (request for unit in units(path) for request in read_unit(unit))
 
 
 def read(path: Path) -> list[tuple[Kind, bytes]]:
@@ -162,19 +167,14 @@ def test_the_name_breaks_ties_only(write: Write, name: str, content: bytes, kind
     assert kinds == [kind for kind, _ in read(write(content, name))]
 
 
-def test_a_folder_is_read_in_order_of_names(write: Write, caplog: pytest.LogCaptureFixture) -> None:
-    """Files of a folder and its folders come sorted; hidden ones are left alone, others are passed over and named."""
+def test_a_folder_is_read_in_order_of_names(write: Write) -> None:
+    """Files of a folder and its folders come sorted; hidden ones are left alone."""
     write(T1, "in/b/traces.pb")
     write(lines(JSON_LOGS), "in/a.jsonl")
     write(b"", "in/c.jsonl")
-    write(b"# Notes", "in/notes.md")
-    write(lines({"rollout_id": "r", "value": 1}), "in/rewards.jsonl")
     folder = write(T1, "in/.hidden").parent
-
+    assert ["a.jsonl", "traces.pb", "c.jsonl"] == [unit.path.name for unit in units(folder)]
     assert [Kind.LOGS_JSON, Kind.TRACES_PROTO] == [kind for kind, _ in read(folder)]
-    assert [
-        f"2 files in {folder} are not OTLP and are passed over, the first is {folder / 'notes.md'}"
-    ] == caplog.messages
 
 
 def test_a_folder_of_journals_is_read_by_the_journal(tmp_path: Path) -> None:
@@ -195,16 +195,28 @@ def test_a_folder_of_journals_is_read_by_the_journal(tmp_path: Path) -> None:
 
 
 def test_a_journal_of_several_workers_is_one(tmp_path: Path) -> None:
-    """Its requests come in the order in which they were received, and with the time."""
+    """It has the requests of all workers, each worker's in their order, with the time at which they were received."""
     with JournalWriter(tmp_path) as one, JournalWriter(tmp_path, worker=1) as other:
         one.append(Kind.TRACES_PROTO, b"b", 20)
         one.append(Kind.TRACES_PROTO, b"d", 40)
         other.append(Kind.TRACES_PROTO, b"a", 10)
         other.append(Kind.TRACES_PROTO, b"c", 30)
 
-    assert [(Kind.TRACES_PROTO, body, at) for body, at in ((b"a", 10), (b"b", 20), (b"c", 30), (b"d", 40))] == list(
+    assert [(Kind.TRACES_PROTO, body, at) for body, at in ((b"b", 20), (b"d", 40), (b"a", 10), (b"c", 30))] == list(
         read_requests(tmp_path)
     )
+
+
+def test_what_is_damaged_in_a_journal_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A torn tail that has a successor is passed over, with its segment's name; what stands around it is read."""
+    for body in (T1, T2):
+        with JournalWriter(tmp_path) as journal:
+            journal.append(Kind.TRACES_PROTO, body, 1)
+    first = segment_path(tmp_path, 1)
+    with first.open("ab") as file:
+        file.write(b"torn")
+    assert [(Kind.TRACES_PROTO, T1), (Kind.TRACES_PROTO, T2)] == read(tmp_path)
+    assert [f"{first}: 4 bytes in 1 places are damaged and left out"] == caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -309,9 +321,9 @@ def test_files_that_should_be_readable_are_not_passed_over(write: Write, tmp_pat
     folder = write(b'{"resourceSp\n', "lines/a.jsonl").parent
     with pytest.raises(InputError, match=r"a\.jsonl is damaged"):
         read(folder)
-    folder = write(b"text", "other/notes.md").parent
+    (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="holds no journal and no file of OTLP requests"):
-        read(folder)
+        read(tmp_path / "empty")
     with pytest.raises(InputError, match="missing cannot be read: No such file or directory"):
         read(tmp_path / "missing")
 

@@ -1,0 +1,105 @@
+"""What the processes of a build do with a share of its input, the same for every engine: survey it, later deal it.
+
+What a share holds of traces and keys goes into a file of its own, from which `Components` takes it in; when it is known
+where each trace goes, the share is read a second time, with that file beside it.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from spanmill.collector import rewards as posted
+from spanmill.collector.components import Told, places
+from spanmill.collector.framing import UnknownFormatError
+from spanmill.collector.input_files import listening
+from spanmill.collector.inputs import Request, Unit, read_unit
+from spanmill.collector.journal import Kind
+from spanmill.collector.partition import Piece, deal
+from spanmill.collector.survey import survey
+from spanmill.errors import DecodeError
+from spanmill.triplets.records import Reward
+
+
+class Read(NamedTuple):
+    """What was read of a unit."""
+
+    requests: int
+    """How many may hold spans."""
+    unreadable: set[int]
+    """Which of them, from 0, are no request of their kind."""
+    is_otlp: bool = True
+
+
+class Surveyed(NamedTuple):
+    """What a share holds, apart from traces and keys."""
+
+    read: list[Read]
+    """By unit."""
+    why: str
+    """Why the first request that is unreadable is; "" if none is."""
+    rewards: list[Reward]
+    warnings: list[str]
+    """What was passed over."""
+
+
+def shares(units: Iterable[tuple[Unit, int]], least_bytes: int) -> list[list[Unit]]:
+    """The units, whose bytes stand beside them, in their order, cut so that each share but the last has so many bytes
+    or more.
+    """
+    made, size = list[list[Unit]](), least_bytes
+    for unit, own in units:
+        if size >= least_bytes:
+            made.append([])
+            size = 0
+        made[-1].append(unit)
+        size += own
+    return made
+
+
+def survey_share(units: Iterable[Unit], path: Path) -> Surveyed:
+    """What a share holds; `path` becomes its `Told`. Raises InputError if an input cannot be read."""
+    surveyed = Surveyed([], "", [], [])
+    with listening() as warnings, closing(Told(path)) as told:
+        for unit in units:
+            try:
+                surveyed = _survey_unit(unit, told, surveyed)
+            except UnknownFormatError:
+                if unit.is_meant:
+                    raise
+                surveyed.read.append(Read(0, set(), is_otlp=False))
+    surveyed.warnings.extend(dict.fromkeys(warnings))
+    return surveyed
+
+
+def _survey_unit(unit: Unit, told: Told, before: Surveyed) -> Surveyed:
+    count, unreadable, why = 0, set[int](), before.why
+    for request in read_unit(unit):
+        if request.kind is Kind.REWARDS:
+            before.rewards.extend(posted.decode(request.body))
+        elif request.kind is not Kind.FLUSH:
+            try:
+                told.add(survey(request.kind, request.body))
+            except DecodeError as error:
+                unreadable.add(count)
+                why = why or str(error)
+            count += 1
+    before.read.append(Read(count, unreadable))
+    return before._replace(why=why)
+
+
+def deal_share(units: Iterable[Unit], read: Iterable[Read], components: Path, told: Path) -> Iterator[Piece]:
+    """The pieces of a share, without what its inputs got since the survey, which says what was `read` of each unit.
+
+    `components` is the closed file of the `Components` that took in `told`, the share's own.
+    """
+    of_traces = places(components, told)
+    for unit, before in zip(units, read, strict=True):
+        for number, request in enumerate(islice(_with_spans(unit), before.requests)):
+            if number not in before.unreadable:
+                yield from deal(request, of_traces.get)
+
+
+def _with_spans(unit: Unit) -> Iterator[Request]:
+    return (request for request in read_unit(unit) if request.kind not in (Kind.REWARDS, Kind.FLUSH))
