@@ -1,4 +1,4 @@
-"""Measures `spanmill build --engine ray` against the local engine: the same rows, the gain of a second worker, memory.
+"""Measures `spanmill build` by both engines: the same rows, the gain of a second worker, memory.
 
     bench/cluster.py [--spans 20000] [--files 8]
 
@@ -37,10 +37,12 @@ def main() -> None:
         folder = Path(temporary)
         size = write_inputs(folder / "in", chosen.spans, chosen.files)
         print(f"{chosen.spans:,} spans in {chosen.files} files, {size / 2**20:,.0f} MiB; {os.cpu_count()} cores")
-        runs = {"local, 1 worker": ("local", 1), "ray, 1 worker": ("ray", 1), "ray, 2 workers": ("ray", 2)}
+        runs = {f"{engine}, {count} workers": (engine, count) for engine in ("local", "ray") for count in (1, 2)}
         seconds = {name: measured(folder, name, *run) for name, run in runs.items()}
-        gain = seconds["ray, 1 worker"] / seconds["ray, 2 workers"]
-        print(f"1 -> 2 workers: {gain:.2f}x as fast; two loops of Python: {two_loops():.2f}x as fast as one")
+        for engine in ("local", "ray"):
+            gain = seconds[f"{engine}, 1 workers"] / seconds[f"{engine}, 2 workers"]
+            print(f"{engine}, 1 -> 2 workers: {gain:.2f}x as fast")
+        print(f"two loops of Python: {two_loops():.2f}x as fast as one")
         rows = [dataset(folder / name) for name in runs]
     if any(one != rows[0] for one in rows):
         sys.exit("the engines made different rows")

@@ -11,7 +11,9 @@ import sqlite3
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from shutil import copyfileobj, rmtree
@@ -28,7 +30,7 @@ from spanmill.collector.config import BuildConfig
 from spanmill.collector.expired import LIST_NAME, Batch, read_expired
 from spanmill.collector.indexer import options
 from spanmill.collector.input_files import warn_once
-from spanmill.collector.inputs import nothing_in, read_rewards, units
+from spanmill.collector.inputs import Unit, nothing_in, read_rewards, units
 from spanmill.collector.partition import Known, key_of, put_together
 from spanmill.collector.shares import Surveyed, deal_share, shares, survey_share
 from spanmill.collector.spill import Processes, cores, spill, write_partition
@@ -44,6 +46,8 @@ PARTITION_BYTES = 32 << 20
 """Of requests; put together they take about six times that in each process."""
 SHARE_BYTES = 32 << 20
 """Of files, that are surveyed and dealt at a time, or one file that is larger."""
+REQUESTS = 32
+"""To an object store at a time."""
 LINE_S = 10.0
 
 T = TypeVar("T")
@@ -81,10 +85,11 @@ class _Input:
 
     def __init__(self, paths: Sequence[Location]) -> None:
         self._units = {path: units(path) for path in paths}
-        stamped = [(unit, unit.stamp()) for path in paths for unit in self._units[path]]
-        self.stamps = [stamp for _, stamp in stamped]
+        every = [unit for path in paths for unit in self._units[path]]
+        with ThreadPoolExecutor(REQUESTS) as threads:
+            self.stamps = list(threads.map(Unit.stamp, every))
         """Which change when what is read does."""
-        self.shares = shares(((unit, stamp[1]) for unit, stamp in stamped), SHARE_BYTES)
+        self.shares = shares(zip(every, (size for _, size, _ in self.stamps), strict=True), SHARE_BYTES)
 
     def check(self, surveyed: Sequence[Surveyed]) -> None:
         """Say what was passed over. Raises InputError if nothing can be read, or if an input holds nothing of OTLP."""
@@ -98,10 +103,8 @@ class _Input:
                 raise nothing_in(path)
             if others:
                 warn_once(f"{len(others)} files in {path} are not OTLP and are passed over, the first is {others[0]}")
-        count, unreadable = (
-            sum(one.requests for one in read.values()),
-            sum(len(one.unreadable) for one in read.values()),
-        )
+        count = sum(one.requests for one in read.values())
+        unreadable = sum(len(one.unreadable) for one in read.values())
         if unreadable:
             why = next(one.why for one in surveyed if one.why)
             line = f"{unreadable} of {count} requests cannot be read, the first of them: {why}"
@@ -142,16 +145,21 @@ def _build(
     found = _Input([_kept(path, folder / f"{number}.input") for number, path in enumerate(inputs)])
     told = [folder / f"{number}.told" for number in range(len(found.shares))]
     file = folder / "components.sqlite"
+    # Of a large file alone its requests are shown, as they are read; of several shares those.
+    shown, reading, sorting = _shown, iter, iter
+    if len(told) == 1:
+        shown, reading, sorting = _not_shown, partial(_shown, what="reading"), partial(_shown, what="sorting")
     with Processes(config.workers or cores()) as processes:
         with closing(Components(file)) as components:
             surveyed = list[Surveyed]()
-            surveying = processes.map(survey_share, list(zip(found.shares, told, strict=True)))
-            for path, one in zip(told, _shown(surveying, "surveying", len(told)), strict=True):
+            surveying = processes.map(survey_share, [(*job, reading) for job in zip(found.shares, told, strict=True)])
+            for path, one in zip(told, shown(surveying, "surveying", len(told)), strict=True):
                 components.take(path)
                 surveyed.append(one)
             found.check(surveyed)
             given, places, known = _placed(surveyed, table, expired, components)
-        dealing = [(units, one.read, file, path) for units, one, path in zip(found.shares, surveyed, told, strict=True)]
+        every = zip(found.shares, surveyed, told, strict=True)
+        dealing = [(units, one.read, file, path, sorting) for units, one, path in every]
         missed = set[bytes]()
         if len(known) == 1:
             made = put_together(chain.from_iterable(deal_share(*job) for job in dealing), known[0], options(config))
@@ -161,7 +169,7 @@ def _build(
                 dataset.take(folder)
         elif known:
             dealt = processes.map(_spill_share, [(folder, *job) for job in dealing])
-            spilled = set(_shown(dealt, "sorting", len(dealing)))
+            spilled = set(shown(dealt, "sorting", len(told)))
             jobs = [(folder, spilled, number, of_partition, options(config)) for number, of_partition in known.items()]
             for written in _shown(processes.map(write_partition, jobs), "writing rows", len(known)):
                 missed.update(written.missed)
@@ -298,3 +306,7 @@ def _shown(items: Iterable[T], what: str, total: int | None = None) -> Iterator[
             said = time.monotonic()
             _say(f"{what}: {number:,}" + (f" of {total:,}" if total else ""))
         yield item
+
+
+def _not_shown(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    return iter(items)

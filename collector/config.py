@@ -81,7 +81,7 @@ class BuildConfig(RowConfig):
         default=None, metadata=about(parse_location, "table of rewards: Parquet, CSV or JSON lines")
     )
     workers: int | None = field(
-        default=None, metadata=about(parse_count(1, 1024), "processes that put rollouts together (default: the cores)")
+        default=None, metadata=about(parse_count(1, 1024), "processes that do the work (default: the cores)")
     )
     engine: Engine = field(
         default="local",

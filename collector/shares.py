@@ -4,11 +4,11 @@ What a share holds of traces and keys goes into a file of its own, from which `C
 where each trace goes, the share is read a second time, with that file beside it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from spanmill.collector import rewards as posted
 from spanmill.collector.components import Told, places
@@ -20,6 +20,9 @@ from spanmill.collector.partition import Piece, deal
 from spanmill.collector.survey import survey
 from spanmill.errors import DecodeError
 from spanmill.triplets.records import Reward
+
+Shown: TypeAlias = Callable[[Iterator[Request]], Iterator[Request]]
+"""Shows on its way how far the reading is."""
 
 
 class Read(NamedTuple):
@@ -58,13 +61,13 @@ def shares(units: Iterable[tuple[Unit, int]], least_bytes: int) -> list[list[Uni
     return made
 
 
-def survey_share(units: Iterable[Unit], path: Path) -> Surveyed:
+def survey_share(units: Iterable[Unit], path: Path, shown: Shown = iter) -> Surveyed:
     """What a share holds; `path` becomes its `Told`. Raises InputError if an input cannot be read."""
     surveyed = Surveyed([], "", [], [])
     with listening() as warnings, closing(Told(path)) as told:
         for unit in units:
             try:
-                surveyed = _survey_unit(unit, told, surveyed)
+                surveyed = _survey_unit(shown(read_unit(unit)), told, surveyed)
             except UnknownFormatError:
                 if unit.is_meant:
                     raise
@@ -73,9 +76,9 @@ def survey_share(units: Iterable[Unit], path: Path) -> Surveyed:
     return surveyed
 
 
-def _survey_unit(unit: Unit, told: Told, before: Surveyed) -> Surveyed:
+def _survey_unit(requests: Iterable[Request], told: Told, before: Surveyed) -> Surveyed:
     count, unreadable, why = 0, set[int](), before.why
-    for request in read_unit(unit):
+    for request in requests:
         if request.kind is Kind.REWARDS:
             before.rewards.extend(posted.decode(request.body))
         elif request.kind is not Kind.FLUSH:
@@ -89,17 +92,19 @@ def _survey_unit(unit: Unit, told: Told, before: Surveyed) -> Surveyed:
     return before._replace(why=why)
 
 
-def deal_share(units: Iterable[Unit], read: Iterable[Read], components: Path, told: Path) -> Iterator[Piece]:
+def deal_share(
+    units: Iterable[Unit], read: Iterable[Read], components: Path, told: Path, shown: Shown = iter
+) -> Iterator[Piece]:
     """The pieces of a share, without what its inputs got since the survey, which says what was `read` of each unit.
 
     `components` is the closed file of the `Components` that took in `told`, the share's own.
     """
     of_traces = places(components, told)
     for unit, before in zip(units, read, strict=True):
-        for number, request in enumerate(islice(_with_spans(unit), before.requests)):
+        for number, request in enumerate(islice(_with_spans(shown(read_unit(unit))), before.requests)):
             if number not in before.unreadable:
                 yield from deal(request, of_traces.get)
 
 
-def _with_spans(unit: Unit) -> Iterator[Request]:
-    return (request for request in read_unit(unit) if request.kind not in (Kind.REWARDS, Kind.FLUSH))
+def _with_spans(requests: Iterable[Request]) -> Iterator[Request]:
+    return (request for request in requests if request.kind not in (Kind.REWARDS, Kind.FLUSH))

@@ -3,6 +3,7 @@
 import gc
 import os
 import pickle
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -70,6 +71,7 @@ class Processes:
 
 
 def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever is interrupted ends this process
     rest_collector()
     keep_quiet()
 

@@ -324,12 +324,16 @@ def test_long_work_says_how_far_it_is(
     """Without a terminal a plain line now and then tells what is being done."""
     monkeypatch.setattr(module, "PARTITION_BYTES", 300)
     monkeypatch.setattr(module, "LINE_S", 0.0)
-    built(tmp_path, [make_request(*make_rollout(name)) for name in ("a", "b")])
-    lines = capsys.readouterr().err.splitlines()
-    assert [f"spanmill: {what}: {number}" for what, number in (("surveying", "0 of 1"), ("sorting", "0 of 1"))] == [
-        line for line in lines if "ing: " in line
+    source = write_requests(tmp_path / "in.binpb", [make_request(*make_rollout(name)) for name in ("a", "b")])
+    build([source], BuildConfig(out=tmp_path / "one", workers=1))
+    build([source, source], BuildConfig(out=tmp_path / "two", workers=1))
+    one = ["reading: 0", "reading: 1", "sorting: 0", "sorting: 1", "writing rows: 0 of 2", "writing rows: 1 of 2"]
+    monkeypatch.setattr(module, "SHARE_BYTES", 1)
+    build([source, source], BuildConfig(out=tmp_path / "three", workers=1))
+    shares = ["surveying: 0 of 2", "surveying: 1 of 2", "sorting: 0 of 2", "sorting: 1 of 2"]
+    assert [*one, *one[:2], *one[:2], *one[2:4], *one[2:4], *one[4:], *shares, *one[4:]] == [
+        line.removeprefix("spanmill: ") for line in capsys.readouterr().err.splitlines()
     ]
-    assert "spanmill: writing rows: 1 of 2" in lines
 
 
 def test_nothing_makes_an_empty_dataset(tmp_path: Path) -> None:
