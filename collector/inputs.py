@@ -59,9 +59,9 @@ class Unit(NamedTuple):
     def stamp(self) -> tuple[str, int, int | str]:
         """Changes when what it holds does. Raises InputError if it is not there."""
         path = self.path if self.segment is None else _segment_path(self.path, self.segment)
-        if isinstance(path, ObjectPath):
-            return str(path), *path.stamp()
         try:
+            if isinstance(path, ObjectPath):
+                return str(path), *path.stamp()
             stat = path.stat()
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
