@@ -70,9 +70,11 @@ class Unit(NamedTuple):
 
 def units(path: Location) -> list[Unit]:
     """The units of an input, in their order: a file, or the files and journals of a folder and of those in it, sorted
-    by name. Raises InputError if there is nothing to read.
+    by name. Raises InputError if there is nothing to read, or what can be read only once.
     """
     if not path.is_dir():
+        if isinstance(path, Path) and path.exists() and not path.is_file():
+            raise InputError(f"{path} is neither a file nor a folder")
         return [Unit(path)]
     made = list[Unit]()
     for entry, is_journal in _entries(path):

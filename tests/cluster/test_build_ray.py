@@ -113,6 +113,9 @@ def test_inputs_that_cannot_be_read_are_said(tmp_path: Path) -> None:
         build([tmp_path / "bad.jsonl"], BuildConfig(out=tmp_path / "out", engine="ray"))
     with pytest.raises(InputError, match=r"absent\.jsonl cannot be read: No such file"):
         build([tmp_path / "absent.jsonl"], BuildConfig(out=tmp_path / "out", engine="ray"))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe is neither a file nor a folder"):
+        build([tmp_path / "pipe"], BuildConfig(out=tmp_path / "out", engine="ray"))
 
 
 def test_requests_that_cannot_be_read_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
