@@ -149,13 +149,17 @@ def _join(
 
 
 def _merge(best: Call, own: list[Call], sources: list[Call]) -> Call:
-    """Token data and sampling from the most trusted source that knows them, messages from the agent's side."""
+    """Token data and sampling from the most trusted source that knows them, messages from the agent's side.
+
+    Numbers that contradict each other are taken from no other source than the best, whose faults are the call's.
+    """
     by_trust = [best, *sorted((c for c in own if c is not best), key=lambda c: (checks.trust(c), *_when(c)))]
+    sound = [c for c in by_trust if c is best or not c.faults]
     telling = sorted(sources, key=lambda c: (TELLING[c.source], *_when(c)))
     return replace(
         best,
-        prompt_token_ids=first(c.prompt_token_ids for c in by_trust),
-        response_logprobs=first(c.response_logprobs for c in by_trust if c is best or same_response(c, best)),
+        prompt_token_ids=first(c.prompt_token_ids for c in sound),
+        response_logprobs=first(c.response_logprobs for c in sound if c is best or same_response(c, best)),
         response_id=first(c.response_id for c in telling if any(c is o for o in own)),
         model=first(c.model for c in by_trust),
         logprobs_mode=first(c.logprobs_mode for c in by_trust),

@@ -103,7 +103,7 @@ class Exchange:
                 chunk = cast("Object", found)
                 self._chunks.add(chunk)
                 if self._strip(chunk):
-                    of_sglang = sglang.is_empty_chunk(chunk) and self.route == CHAT
+                    of_sglang = self.route == CHAT and sglang.is_answer(chunk) and sglang.is_empty_chunk(chunk)
                     if of_sglang or asking.is_empty_chunk(chunk, self.route):
                         return None
                     return json.dumps(chunk, separators=(",", ":")).encode()

@@ -8,7 +8,7 @@ import struct
 import sys
 from array import array
 from base64 import b64encode
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, Final, cast
@@ -27,6 +27,8 @@ from spanmill.semconv import (
 Packed = bytes | str | list[int]
 """An attribute value: packed bytes, base64 of them, or a plain list of ids that int32 cannot hold."""
 
+_ZERO: Final = struct.pack("<i", 0)
+_ONE: Final = struct.pack("<i", 1)
 NO_IDS: Final = ("e", "f", "d", "?")
 """Buffer formats of fractions and truth values."""
 
@@ -39,10 +41,14 @@ def keeps_bytes() -> bool:
 
 def _packed(code: str, values: Any) -> tuple[bytes | str, int]:
     """`values` as int32 ("i") or float32 ("f"), and how many. Raises TypeError, ValueError or OverflowError."""
-    if type(values) is list:
-        numbers = cast("list[Any]", values)
+    if type(values) is list or type(values) is tuple:
+        numbers = cast("Sequence[Any]", values)
         with suppress(struct.error, OverflowError):  # a quarter of an array's time; below it is said what is wrong
-            return _wire(struct.pack(f"<{len(numbers)}{code}", *numbers)), len(numbers)
+            data = struct.pack(f"<{len(numbers)}{code}", *numbers)
+            # A truth value is packed as 0 or 1; where neither is, none was.
+            if (code == "f" or _ZERO in data or _ONE in data) and bool in set(map(type, numbers)):
+                raise TypeError("a truth value among the numbers")
+            return _wire(data), len(numbers)
     packed = _array(code, values)
     if sys.byteorder == "big":
         packed.byteswap()

@@ -44,6 +44,8 @@ def _replace(response: Any, content: bytes) -> None:
     if content is not response.content:
         response._content = content
         cast("Object", vars(response)).pop("_text", None)
+        if "content-length" in response.headers and "content-encoding" not in response.headers:
+            response.headers["content-length"] = str(len(content))
 
 
 def _watch(response: Any, exchange: Exchange) -> None:
