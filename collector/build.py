@@ -7,17 +7,20 @@ has the pure functions that this is made of and says in what order the rows stan
 came nor the number of processes changes it.
 """
 
+import signal
 import sqlite3
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from shutil import copyfileobj, rmtree
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
@@ -37,7 +40,7 @@ from spanmill.collector.spill import Processes, cores, spill, write_partition
 from spanmill.collector.stats import loss_report
 from spanmill.errors import DatasetError, InputError
 from spanmill.storage import Location
-from spanmill.triplets.parts import part_numbers
+from spanmill.triplets.parts import BUILDING, part_numbers, unfinished_builds
 from spanmill.triplets.records import Reward
 from spanmill.triplets.schema import ROLLOUTS, TABLES
 from spanmill.triplets.writer import DatasetWriter, write_part
@@ -63,8 +66,8 @@ def build(inputs: Sequence[Location], config: BuildConfig) -> int:
     work = build_ray.work_folder(config) if on_ray else None
     _check_empty(config.out, goes_on=work is not None and work.is_dir())
     table = list(read_rewards(config.rewards)) if config.rewards else []
-    with DatasetWriter(config.out) as dataset:
-        for left in here.glob(".build-*") if here else ():  # by a build that was killed
+    with _terminable(), DatasetWriter(config.out) as dataset:
+        for left in here.glob(f"{BUILDING}*") if here else ():  # by a build that was killed
             if left != work:
                 rmtree(left)
         expired = _expired(inputs)
@@ -72,12 +75,29 @@ def build(inputs: Sequence[Location], config: BuildConfig) -> int:
             if on_ray:
                 _build_on_ray(inputs, table, expired, dataset, config)
             else:
-                with TemporaryDirectory(prefix=".build-", dir=here) as folder:
+                with TemporaryDirectory(prefix=BUILDING, dir=here) as folder:
                     _build(inputs, table, expired, dataset, config, Path(folder))
         except sqlite3.Error as error:  # of what is known of traces
             raise DatasetError(f"cannot write to {work or config.out}: {error}") from error
     print(loss_report(config.out), end="")
     return 0
+
+
+@contextmanager
+def _terminable() -> Generator[None]:
+    """SIGTERM ends what is done here as an interrupt does: workers and what is in between go, too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Input:
@@ -262,9 +282,13 @@ def _check_empty(out: Location, *, goes_on: bool = False) -> None:
     if not out.is_dir():
         raise DatasetError(f"{out} is no folder")
     if (out / ROLLOUTS.name).is_dir() and part_numbers(out, ROLLOUTS):
+        if unfinished_builds(out):
+            raise DatasetError(
+                f"{out} holds part of a build that was cut off or still runs; remove the folder, or choose an empty one"
+            )
         raise DatasetError(f"{out} already holds a dataset; choose an empty folder")
     own = {".lock", ".old", *(table.name for table in TABLES)}
-    others = sorted(path.name for path in out.iterdir() if path.name not in own and not path.name.startswith(".build-"))
+    others = sorted(path.name for path in out.iterdir() if path.name not in own and not path.name.startswith(BUILDING))
     if others:
         raise DatasetError(f"{out} is not empty, it has {others[0]}; choose an empty folder")
 

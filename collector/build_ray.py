@@ -31,11 +31,11 @@ from spanmill.collector.shares import Read, Surveyed, deal_share, survey_share
 from spanmill.collector.spill import cores, rest_collector
 from spanmill.errors import ConfigError, DatasetError, InputError
 from spanmill.storage import Location, sync
-from spanmill.triplets.parts import part_numbers
+from spanmill.triplets.parts import BUILDING, part_numbers
 from spanmill.triplets.schema import ROLLOUTS, TABLES
 from spanmill.triplets.writer import DatasetWriter, write_part
 
-FOLDER: Final = ".build-ray"
+FOLDER: Final = f"{BUILDING}ray"
 COMPONENTS: Final = "components.sqlite"
 
 Shown = Callable[[Iterable[Any], str, int | None], Iterator[Any]]
@@ -241,7 +241,7 @@ def commit(work: Work, count: int, dataset: DatasetWriter) -> set[bytes]:
 @contextmanager
 def _copied(part: Path, near: Path) -> Generator[Path]:
     """The files of a part in a folder, in `near`, from which they may be taken: a run that is killed has them still."""
-    folder = near / ".build-take"
+    folder = near / f"{BUILDING}take"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for table in TABLES:

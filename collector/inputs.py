@@ -56,9 +56,14 @@ class Unit(NamedTuple):
     is_meant: bool = True
     """Whether it has to be readable: not so a file of a folder, which may hold others too."""
 
+    @property
+    def file(self) -> Location:
+        """The file, or the segment's."""
+        return self.path if self.segment is None else _segment_path(self.path, self.segment)
+
     def stamp(self) -> tuple[str, int, int | str]:
         """Changes when what it holds does. Raises InputError if it is not there."""
-        path = self.path if self.segment is None else _segment_path(self.path, self.segment)
+        path = self.file
         try:
             if isinstance(path, ObjectPath):
                 return str(path), *path.stamp()
@@ -74,7 +79,7 @@ def units(path: Location) -> list[Unit]:
     """
     if not path.is_dir():
         if isinstance(path, Path) and path.exists() and not path.is_file():
-            raise InputError(f"{path} is neither a file nor a folder")
+            raise InputError(f"{path} can be read only once; --engine local takes such an input, others want files")
         return [Unit(path)]
     made = list[Unit]()
     for entry, is_journal in _entries(path):
@@ -111,7 +116,8 @@ def _segment_requests(folder: Location, segment: int) -> Iterator[Request]:
     before = journal.Position(segment, 0)
     damage = dict[journal.Position, int]()
     with _on_disk(folder, segment) as here:
-        complete = here is not folder  # nobody appends to an object of a store
+        # Nobody appends to an object of a store.
+        complete = here is not folder or not journal.is_written(here, journal.worker_of(segment))
         for entry in journal.read(here, before, worker=journal.worker_of(segment), complete=complete, damage=damage):
             if entry.position.segment != segment:
                 break

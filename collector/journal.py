@@ -43,6 +43,7 @@ __all__ = [
     "JournalWriter",
     "Kind",
     "Position",
+    "is_written",
     "read",
     "read_all",
     "read_at",
@@ -251,7 +252,7 @@ class JournalWriter:
         self._wake = threading.Condition()
         self._closing = False
         self._failing = False
-        self._lock = lock(directory, f"writer-{worker}.lock" if worker else "writer.lock", wait_s)
+        self._lock = lock(directory, _lock_name(worker), wait_s)
         try:
             own = (number for number in segments(directory) if worker_of(number) == worker)
             self._number = max(own, default=worker * _SEGMENTS)
@@ -433,6 +434,27 @@ def _cut(segment: _Segment, ends: Sequence[int]) -> bool:
 def _unwritable(directory: Path, error: Exception) -> JournalError:
     cause = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__} {error}"
     return JournalError(f"journal {directory} cannot be written: {cause}")
+
+
+def _lock_name(worker: int) -> str:
+    return f"writer-{worker}.lock" if worker else "writer.lock"
+
+
+def is_written(directory: Path, worker: int) -> bool:
+    """Whether a process writes a worker's part of a journal, or may: then a record at its end may be on its way."""
+    try:
+        fd = os.open(directory / _lock_name(worker), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def lock(directory: Path, name: str, wait_s: float = 0.0) -> int:

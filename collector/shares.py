@@ -4,6 +4,7 @@ What a share holds of traces and keys goes into a file of its own, from which `C
 where each trace goes, the share is read a second time, with that file beside it.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from itertools import islice
@@ -18,7 +19,7 @@ from spanmill.collector.inputs import Request, Unit, read_unit
 from spanmill.collector.journal import Kind
 from spanmill.collector.partition import Piece, deal
 from spanmill.collector.survey import survey
-from spanmill.errors import DecodeError
+from spanmill.errors import DecodeError, InputError
 from spanmill.triplets.records import Reward
 
 Shown: TypeAlias = Callable[[Iterator[Request]], Iterator[Request]]
@@ -32,6 +33,8 @@ class Read(NamedTuple):
     """How many may hold spans."""
     unreadable: set[int]
     """Which of them, from 0, are no request of their kind."""
+    checksum: int
+    """Of all their bodies."""
     is_otlp: bool = True
 
 
@@ -71,13 +74,13 @@ def survey_share(units: Iterable[Unit], path: Path, shown: Shown = iter) -> Surv
             except UnknownFormatError:
                 if unit.is_meant:
                     raise
-                surveyed.read.append(Read(0, set(), is_otlp=False))
+                surveyed.read.append(Read(0, set(), 0, is_otlp=False))
     surveyed.warnings.extend(dict.fromkeys(warnings))
     return surveyed
 
 
 def _survey_unit(requests: Iterable[Request], told: Told, before: Surveyed) -> Surveyed:
-    count, unreadable, why = 0, set[int](), before.why
+    count, unreadable, checksum, why = 0, set[int](), 0, before.why
     for request in requests:
         if request.kind is Kind.REWARDS:
             before.rewards.extend(posted.decode(request.body))
@@ -88,7 +91,8 @@ def _survey_unit(requests: Iterable[Request], told: Told, before: Surveyed) -> S
                 unreadable.add(count)
                 why = why or str(error)
             count += 1
-    before.read.append(Read(count, unreadable))
+            checksum = zlib.crc32(request.body, checksum)
+    before.read.append(Read(count, unreadable, checksum))
     return before._replace(why=why)
 
 
@@ -97,13 +101,18 @@ def deal_share(
 ) -> Iterator[Piece]:
     """The pieces of a share, without what its inputs got since the survey, which says what was `read` of each unit.
 
-    `components` is the closed file of the `Components` that took in `told`, the share's own.
+    `components` is the closed file of the `Components` that took in `told`, the share's own. Raises InputError if the
+    inputs hold something else than they did.
     """
     of_traces = places(components, told)
     for unit, before in zip(units, read, strict=True):
+        count, checksum = 0, 0
         for number, request in enumerate(islice(_with_spans(shown(read_unit(unit))), before.requests)):
+            count, checksum = count + 1, zlib.crc32(request.body, checksum)
             if number not in before.unreadable:
                 yield from deal(request, of_traces.get)
+        if (count, checksum) != (before.requests, before.checksum):
+            raise InputError(f"{unit.file} changed while it was read")
 
 
 def _with_spans(requests: Iterable[Request]) -> Iterator[Request]:

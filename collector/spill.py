@@ -4,11 +4,13 @@ import gc
 import os
 import pickle
 import signal
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeVar
@@ -56,7 +58,13 @@ class Processes:
             context.set_forkserver_preload([__name__])
             self._pool = ProcessPoolExecutor(self._workers, context, _begin)
         try:
-            yield from self._pool.map(function, *zip(*jobs, strict=True))
+            # They are born with the interrupt blocked: it is for this process to end them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                made = self._pool.map(function, *zip(*jobs, strict=True))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            yield from made
         except BrokenProcessPool as error:
             raise DatasetError("a process of this build was killed; too little memory?") from error
 
@@ -71,9 +79,16 @@ class Processes:
 
 
 def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever is interrupted ends this process
     rest_collector()
     keep_quiet()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that it works for is gone, killed: nothing else does."""
+    if (parent := parent_process()) is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 class Written(NamedTuple):

@@ -6,7 +6,8 @@ from typing import Any, Final, NamedTuple
 
 import polars as pl
 
-from spanmill.storage import Where
+from spanmill.storage import Where, locate
+from spanmill.triplets.parts import unfinished_builds
 from spanmill.triplets.reader import read_episodes, read_quarantine, read_rollouts, read_triplets
 
 FATES: Final = ("trained", "masked", "superseded", "quarantined")
@@ -40,7 +41,9 @@ def _lines(dataset: Where) -> list[_Line]:
     columns = (*_ROLLOUT, "num_turns", "truncated", "flags")
     episodes = read_episodes(dataset).select(*columns, tokens=tokens, trained=trained).collect()
     reasons = read_quarantine(dataset).select("reason").collect()["reason"]
+    unfinished = unfinished_builds(locate(dataset))
     return [
+        *([_Line("unfinished builds", unfinished), _Line()] if unfinished else []),
         *_rollouts(rollouts),
         _Line(),
         *_calls(rollouts, triplets),

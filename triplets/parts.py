@@ -5,6 +5,7 @@
     DIR/rollouts/.part-00000002.parquet.tmp being written; no glob for *.parquet finds it
     DIR/.old/rollouts/part-00000001.parquet replaced by a part whose footer names it, removed later
     DIR/.lock                               held by the one writer
+    DIR/.build-*                            what a `build` that has not ended has in between
 
 DIR may be a prefix in an object store: there a part's objects are put in this order, whole, and none is temporary.
 A part holds at most one row of `rollouts` per (rollout, attempt).
@@ -38,6 +39,7 @@ STRAY_KEY: Final = b"spanmill.stray_rows"
 """On the file in `quarantine`: how many rows at its end stand under no rollout of the part."""
 MOVED: Final = "moved"
 LOCK_NAME: Final = ".lock"
+BUILDING: Final = ".build-"
 _AT_ONCE: Final = 32
 """Footers that are asked of a store together: each is a few requests that mostly wait."""
 
@@ -82,6 +84,11 @@ def is_dataset(root: Location) -> bool:
     if isinstance(root, Path):
         return all((root / table.name).is_dir() for table in TABLES)
     return (root / LOCK_NAME).is_file() or bool(part_numbers(root, ROLLOUTS))
+
+
+def unfinished_builds(root: Location) -> int:
+    """How many builds into this folder run or were cut off: then it need not hold all that it should."""
+    return len(list(root.glob(f"{BUILDING}*"))) if isinstance(root, Path) else 0
 
 
 def part_numbers(root: Location, table: TableSpec) -> list[int]:

@@ -61,6 +61,10 @@ class DatasetWriter:
 
     def __init__(self, root: Where) -> None:
         self._root = locate(root)
+        try:
+            str(self._root).encode()
+        except UnicodeEncodeError as error:
+            raise DatasetError(f"{str(self._root)!r} is no name for a dataset: it is not UTF-8") from error
         self._parts: dict[int, int] = {}
         """Active parts and their uncompressed sizes."""
         self._next = 1

@@ -1,5 +1,6 @@
 import gzip
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from dataset_rows import Rows, newest_rows, rollouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_spans import Span, make_call, make_request, make_rollout, make_span, trace_id
-from served import SPANMILL
+from served import SPANMILL, wait_for
 
 from spanmill.cli import main
 from spanmill.collector import build as module
@@ -232,6 +233,62 @@ def test_what_came_meanwhile_waits_for_the_next_build(tmp_path: Path, monkeypatc
     monkeypatch.setattr(module, "_placed", late)
     build([source], BuildConfig(out=tmp_path / "out"))
     assert rows_in_order(tmp_path / "expected") == rows_in_order(tmp_path / "out")
+
+
+def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other requests at the second reading, or fewer, end the build: the dataset would lack spans and nobody know."""
+    placed = module._placed  # pyright: ignore[reportPrivateUsage]
+    for name, changed in (("other", [make_request(*make_rollout("b", 2))]), ("fewer", [])):
+        source = write_requests(tmp_path / f"{name}.binpb", [make_request(*make_rollout("a", 2))])
+
+        def change(*known: Any, source: Path = source, changed: list[bytes] = changed) -> Any:
+            write_requests(source, changed)
+            return placed(*known)
+
+        monkeypatch.setattr(module, "_placed", change)
+        with pytest.raises(InputError, match=f"{name}.binpb changed while it was read"):
+            build([source], BuildConfig(out=tmp_path / name))
+        assert [] == list((tmp_path / name).rglob("*.parquet"))
+
+
+def test_a_build_that_was_cut_off_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it left is not taken for a whole dataset: neither by the next build nor by the loss report."""
+    out = built(tmp_path, [make_request(*make_rollout("a"))])
+    (out / ".build-x").mkdir()
+    with pytest.raises(DatasetError, match="was cut off or still runs"):
+        build([tmp_path / "out.binpb"], BuildConfig(out=out))
+    capsys.readouterr()
+    assert 0 == main(["stats", str(out)])
+    assert ["unfinished", "builds", "1"] == capsys.readouterr().out.splitlines()[0].split()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_the_build(tmp_path: Path, number: int) -> None:
+    """However a build is ended, no process of it stays; what can be cleared away is."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    requests = [make_request(*make_rollout(f"r{other}", 20)) for other in range(400)]
+    for part in range(4):
+        write_requests(folder / f"{part}.binpb", requests)
+    small = "from spanmill.collector import build; build.PARTITION_BYTES = build.SHARE_BYTES = 100_000"
+    script = f"import sys; {small}; from spanmill.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", script, "build", str(folder), "--out", str(tmp_path / "out"), "--workers", "2"]
+    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE) as running:
+        wait_for(lambda: list((tmp_path / "out").glob(".build-*/*.told")), 60)
+        running.send_signal(number)
+        assert running.stderr is not None
+        told = running.stderr.read()  # until no process has it any longer
+    expected = (-number, 1) if number == signal.SIGKILL else (128 + number, 0)
+    assert expected == (running.returncode, len(list((tmp_path / "out").glob(".build-*"))))
+    assert b"Traceback" not in told
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parquet's libraries cannot open such a file: that is said before anything is read."""
+    source = write_requests(tmp_path / "in.binpb", [make_request(*make_rollout("a"))])
+    assert 1 == main(["build", str(source), "--out", f"{tmp_path}/out\udcff"])
+    assert "is not UTF-8" in capsys.readouterr().err
+    assert ["in.binpb"] == [path.name for path in tmp_path.iterdir()]
 
 
 def test_a_pipe_is_read_like_a_file(tmp_path: Path) -> None:

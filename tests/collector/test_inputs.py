@@ -219,6 +219,19 @@ def test_what_is_damaged_in_a_journal_is_said(tmp_path: Path, caplog: pytest.Log
     assert [f"{first}: 4 bytes in 1 places are damaged and left out"] == caplog.messages
 
 
+def test_a_torn_tail_that_nobody_writes_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At the end of the newest segment a record may be on its way while a writer is at work; else it is lost."""
+    first = segment_path(tmp_path, 1)
+    with JournalWriter(tmp_path) as journal:
+        journal.append(Kind.TRACES_PROTO, T1, 1)
+        with first.open("ab") as file:
+            file.write(b"torn")
+        assert [(Kind.TRACES_PROTO, T1)] == read(tmp_path)
+        assert [] == caplog.messages
+    assert [(Kind.TRACES_PROTO, T1)] == read(tmp_path)
+    assert [f"{first}: 4 bytes in 1 places are damaged and left out"] == caplog.messages
+
+
 @pytest.mark.parametrize(
     "content",
     [

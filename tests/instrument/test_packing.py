@@ -95,6 +95,14 @@ def test_what_is_no_list_of_ids_is_not_recorded(ids: Any) -> None:
     assert {} == token_attributes(response_token_ids=ids)
 
 
+@pytest.mark.parametrize("ids", [[True, 5], (5, False), [7, 65536, True]])
+def test_a_truth_value_is_no_id(ids: Any) -> None:
+    """True is not token 1, nor is False token 0; ids that look so packed are."""
+    assert pack_ids(ids) is None
+    assert pack_logprobs([-0.5, True]) is None
+    assert (wire(struct.pack("<4i", 256, 65536, 1, 0)), 4) == pack_ids([256, 65536, 1, 0])
+
+
 def test_ids_beyond_int32_are_handed_on_unpacked() -> None:
     """An id that int32 cannot hold is sent as it is, so that the collector can say what is wrong with it."""
     assert ([5, 2**31], 2) == pack_ids([5, 2**31])
