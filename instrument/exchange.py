@@ -102,9 +102,9 @@ class Exchange:
             if isinstance(found, dict):
                 chunk = cast("Object", found)
                 self._chunks.add(chunk)
+                of_sglang = self.route == CHAT and sglang.is_answer(chunk)
                 if self._strip(chunk):
-                    of_sglang = self.route == CHAT and sglang.is_answer(chunk) and sglang.is_empty_chunk(chunk)
-                    if of_sglang or asking.is_empty_chunk(chunk, self.route):
+                    if (of_sglang and sglang.is_empty_chunk(chunk)) or asking.is_empty_chunk(chunk, self.route):
                         return None
                     return json.dumps(chunk, separators=(",", ":")).encode()
         return data

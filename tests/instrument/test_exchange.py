@@ -11,6 +11,7 @@ from stub_vllm import PROMPT, Stub, chunks, ids_of, logprobs_of
 
 from spanmill.instrument.asking import CHAT, COMPLETIONS, MESSAGES, RESPONSES, missing, named_in, route_of, strip
 from spanmill.instrument.chunks import Chunks
+from spanmill.instrument.exchange import Exchange
 from spanmill.instrument.replies import Reply, request_of
 from spanmill.instrument.sse import Events
 
@@ -316,3 +317,15 @@ def test_request_of() -> None:
     assert [{"role": "system", "parts": [{"type": "text", "content": "s"}]}] == asked["messages"]
     assert 7 == request_of(CHAT, {"max_completion_tokens": 7})["max_tokens"]
     assert "hi" in json.dumps(request_of(RESPONSES, {"input": "hi"})["messages"])
+
+
+def test_a_chunk_that_says_null_is_the_servers_own() -> None:
+    """Of chunks only those go that the server sends for our sake: a delta that says something, if null, is none."""
+    exchange = Exchange(CHAT, {"model": "m", "messages": [], "stream": True})
+    exchange.ask(set())
+    choice = {"index": 0, "logprobs": None, "finish_reason": None, "token_ids": [5]}
+    said = exchange.event(json.dumps({"choices": [{**choice, "delta": {"content": None}}]}).encode())
+    assert said is not None
+    assert {"choices": [{**choice, "delta": {"content": None}, "token_ids": None}]} == json.loads(said)
+    assert exchange.event(json.dumps({"choices": [{**choice, "delta": {}}]}).encode()) is None
+    exchange.end()
