@@ -1,12 +1,14 @@
 """Requests and answers that pass by: what is added, what is taken out, how chunks become an answer."""
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.sdk.trace import ReadableSpan
 from stub_vllm import PROMPT, Stub, chunks, ids_of, logprobs_of
 
 from spanmill.instrument.asking import CHAT, COMPLETIONS, MESSAGES, RESPONSES, missing, named_in, route_of, strip
@@ -319,7 +321,7 @@ def test_request_of() -> None:
     assert "hi" in json.dumps(request_of(RESPONSES, {"input": "hi"})["messages"])
 
 
-def test_a_chunk_that_says_null_is_the_servers_own() -> None:
+def test_a_chunk_that_says_null_is_the_servers_own(emitted: Callable[[], list[ReadableSpan]]) -> None:
     """Of chunks only those go that the server sends for our sake: a delta that says something, if null, is none."""
     exchange = Exchange(CHAT, {"model": "m", "messages": [], "stream": True})
     exchange.ask(set())
@@ -329,3 +331,4 @@ def test_a_chunk_that_says_null_is_the_servers_own() -> None:
     assert {"choices": [{**choice, "delta": {"content": None}, "token_ids": None}]} == json.loads(said)
     assert exchange.event(json.dumps({"choices": [{**choice, "delta": {}}]}).encode()) is None
     exchange.end()
+    assert 1 == len(emitted())
