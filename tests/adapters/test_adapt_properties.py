@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 from agent_spans import call, reward, rollout, span
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -135,6 +136,36 @@ def test_a_trained_token_stands_where_the_model_sampled_it(spans: list[Span], op
                 trained += [turn.call_id] if turn.trained else []
             assert not [i for i, m in enumerate(e.loss_mask.tolist()) if m and i not in inside]
         assert sorted(t.call_id for t in r.triplets if t.trainable) == sorted(trained)
+
+
+BAD: dict[str, list[Value]] = {
+    "spanmill.prompt.token_ids": [["1", "2"], [1.5], [-7, 2], [2**31], [True], [1, None], "text", b"odd"],
+    "spanmill.response.token_ids": [["1"], [-1, -1], [2**40, 3], [None], {"a": 1}, b"\xff\xff\xff\xff"],
+    "spanmill.response.logprobs": [[float("nan")], [0.5], ["x"], [None], [True], b"odd"],
+}
+
+
+@settings(max_examples=150)
+@given(component(), OPTIONS, st.randoms(use_true_random=False))
+def test_what_stands_for_damage_gets_into_no_row(spans: list[Span], options: Options, rng: random.Random) -> None:
+    """Whatever numbers of some spans are damaged or missing: every id in a row is one, every logprob a number."""
+    twice = [
+        replace(s, span_id=f"f{s.span_id[1:]}", parent_id=s.span_id) for s in spans if BAD.keys() & s.attributes.keys()
+    ]
+    damaged = list[Span]()
+    for one in (*spans, *twice):
+        attributes = dict(one.attributes)
+        for name in BAD.keys() & attributes.keys():
+            if rng.random() < 0.3:
+                attributes[name] = rng.choice(BAD[name])
+            elif rng.random() < 0.2:
+                del attributes[name]
+        damaged.append(replace(one, attributes=attributes))
+    for r in adapt(damaged, options=options).rollouts:
+        ids = [i for t in r.triplets for i in (t.prompt_token_ids, t.response_token_ids) if i is not None]
+        assert [] == [i for i in (*ids, *(e.input_ids for e in r.episodes)) if i.size and i.min() < 0]
+        logprobs = [t.response_logprobs for t in r.triplets if t.response_logprobs is not None]
+        assert [] == [values for values in logprobs if not np.all(np.isfinite(values))]
 
 
 @settings(max_examples=40)
