@@ -172,8 +172,11 @@ def write_partitions(
         return _put_partition(group, folder, chosen)
 
     made = pieces.groupby("partition").map_groups(put, batch_format="pyarrow")
-    for _ in shown(made.iter_rows(), "writing rows", len(known) - len(done)):
-        pass
+    try:
+        for _ in shown(made.iter_rows(), "writing rows", len(known) - len(done)):
+            pass
+    except InputError as error:  # of a worker: Ray has put lines of its own around it
+        raise InputError(str(getattr(error, "cause", error)).partition("\n")[0]) from error
 
 
 def _deal_share(row: dict[str, Any], folder: Path, done: set[int]) -> Iterator[dict[str, Any]]:

@@ -140,7 +140,7 @@ def from_baggage(context: Context | None = None) -> Identity | None:
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Identity | None:
     """The identity of this process: `SPANMILL_ROLLOUT_ID` and the like, else `OTEL_RESOURCE_ATTRIBUTES`."""
-    if environ.get("SPANMILL_ROLLOUT_ID") and (named := read(lambda field: environ.get(field.env))) is not None:
+    if environ.get(FIELDS[0].env) and (named := read(lambda field: environ.get(field.env))) is not None:
         return named
     text = environ.get(RESOURCE_ATTRIBUTES, "")
     if ROLLOUT_ID not in text:

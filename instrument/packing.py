@@ -8,10 +8,9 @@ import struct
 import sys
 from array import array
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable
 from functools import cache
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from opentelemetry.attributes import BoundedAttributes
 
@@ -41,39 +40,35 @@ def keeps_bytes() -> bool:
 
 def _packed(code: str, values: Any) -> tuple[bytes | str, int]:
     """`values` as int32 ("i") or float32 ("f"), and how many. Raises TypeError, ValueError or OverflowError."""
-    if type(values) is list or type(values) is tuple:
-        numbers = cast("Sequence[Any]", values)
-        with suppress(struct.error, OverflowError):  # a quarter of an array's time; below it is said what is wrong
-            data = struct.pack(f"<{len(numbers)}{code}", *numbers)
-            # A truth value is packed as 0 or 1; where neither is, none was.
-            if (code == "f" or _ZERO in data or _ONE in data) and bool in set(map(type, numbers)):
-                raise TypeError("a truth value among the numbers")
-            return _wire(data), len(numbers)
-    packed = _array(code, values)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return _wire(packed.tobytes()), len(packed)
-
-
-def _array(code: str, values: Any) -> "array[Any]":
-    """`values` as an array of int32 ("i") or float32 ("f"). Raises TypeError, ValueError or OverflowError."""
     if isinstance(values, (str, bytes, bytearray, dict)):
         raise TypeError("not a list of numbers")
-    packed = cast("array[Any]", array(code))
     try:
         view = memoryview(values)
     except TypeError:
-        packed.extend(values.tolist() if hasattr(values, "tolist") else values)
-        return packed
-    if view.ndim != 1:
-        raise ValueError(f"expected one dimension, found {view.ndim}")
-    if code == "i" and view.format in NO_IDS:
-        raise TypeError(f"numbers of format {view.format} are no token ids")
-    if view.format == code and view.c_contiguous:
-        packed.frombytes(view.cast("B"))
+        numbers = values.tolist() if hasattr(values, "tolist") else values
     else:
-        packed.extend(values.tolist() if hasattr(values, "tolist") else view.tolist())
-    return packed
+        if view.ndim != 1:
+            raise ValueError(f"expected one dimension, found {view.ndim}")
+        if code == "i" and view.format in NO_IDS:
+            raise TypeError(f"numbers of format {view.format} are no token ids")
+        if view.format == code and view.c_contiguous and sys.byteorder == "little":
+            return _wire(view.tobytes()), len(view)
+        numbers = values.tolist() if hasattr(values, "tolist") else view.tolist()
+    return _wire(_pack_numbers(code, numbers)), len(numbers)
+
+
+def _pack_numbers(code: str, numbers: "Collection[Any]") -> bytes:
+    try:
+        data = struct.pack(f"<{len(numbers)}{code}", *numbers)  # in a quarter of an array's time
+    except (struct.error, OverflowError):
+        packed = array(code, numbers)  # says what is wrong; a logprob that is too large for a float32 is infinite
+        if sys.byteorder == "big":
+            packed.byteswap()
+        data = packed.tobytes()
+    # A truth value is packed as 0 or 1; where neither is, none was.
+    if (code == "f" or _ZERO in data or _ONE in data) and bool in set(map(type, numbers)):
+        raise TypeError("a truth value among the numbers")
+    return data
 
 
 def _wire(data: bytes) -> bytes | str:

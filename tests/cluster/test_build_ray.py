@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from made_spans import make_request, make_rollout, make_span
@@ -128,6 +129,24 @@ def test_requests_that_cannot_be_read_are_counted(tmp_path: Path, capsys: pytest
         build([tmp_path / "journal"], BuildConfig(out=tmp_path / engine, engine=engine))
         assert "2 of 4 requests cannot be read" in capsys.readouterr().err
     assert files(tmp_path / "local") == files(tmp_path / "ray")
+
+
+def test_an_input_that_changes_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a worker finds at the second reading ends the build as it does without Ray."""
+    source = tmp_path / "in.binpb"
+    request = make_request(*make_rollout("a"))
+    source.write_bytes(len(request).to_bytes(4) + request)
+    placed = module._placed  # pyright: ignore[reportPrivateUsage]
+
+    def change(*known: Any) -> Any:
+        source.write_bytes(b"")
+        return placed(*known)
+
+    monkeypatch.setattr(module, "_placed", change)
+    assert 1 == main(["build", str(source), "--out", str(tmp_path / "out"), "--engine", "ray"])
+    assert f"spanmill: {source} changed while it was read\n" == capsys.readouterr().err
 
 
 def test_other_inputs_do_not_go_on_with_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def test_what_is_no_list_of_ids_is_not_recorded(ids: Any) -> None:
     assert {} == token_attributes(response_token_ids=ids)
 
 
-@pytest.mark.parametrize("ids", [[True, 5], (5, False), [7, 65536, True]])
+@pytest.mark.parametrize("ids", [[True, 5], (5, False), [7, 65536, True], deque([True]), Tensor([2, True])])
 def test_a_truth_value_is_no_id(ids: Any) -> None:
     """True is not token 1, nor is False token 0; ids that look so packed are."""
     assert pack_ids(ids) is None
